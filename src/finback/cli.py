@@ -1,0 +1,294 @@
+"""The command `finback`: verbs over the Python surface.
+
+A verb is a dataclass: its fields are the flags, their docstrings the help, `run` the work. Flags use vLLM's words where
+the meaning is the same. Everything heavy is imported inside the verbs, so that help and mistakes are answered at once.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0, 2 for anything the user can mend (one line; set
+FINBACK_TRACEBACK=1 for the traceback), 130 after Ctrl-C, 141 when the reader of stdout is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, OmitSubcommandPrefixes, Positional, arg, subcommand
+
+from finback import __version__
+from finback.base.runtime import FinbackError, RequestError
+
+if TYPE_CHECKING:
+    from finback.engine.llm import LLM
+
+STDIN = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Which model to load, and how. The defaults follow the checkpoint."""
+
+    model: str
+    """Folder of the checkpoint (config.json and safetensors), or a hub id."""
+    device: str = "cpu"
+    """Where the model runs: cpu, cuda, cuda:1, ..."""
+    dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
+    """Precision of the arithmetic."""
+    rounding: Literal["auto", "released", "off"] = "auto"
+    """Round activations as the released kernels do, or not at all. auto: released for a quantised checkpoint."""
+    backend: Literal["auto", "torch", "triton"] = "auto"
+    """Kernels to use."""
+
+    def load(self, **options: Any) -> LLM:
+        """Load the model with these flags and `options`, with a bar on stderr if a person is watching."""
+        with _progress_bar(f"loading {self.model}") as progress:
+            from finback.engine.llm import LLM
+
+            return LLM(
+                self.model,
+                device=self.device,
+                dtype=None if self.dtype == "auto" else self.dtype,
+                rounding=None if self.rounding == "auto" else self.rounding,
+                backend=self.backend,
+                progress=progress,
+                **options,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(ModelFlags):
+    """Continue a prompt. Text is printed as it comes."""
+
+    prompt: Annotated[Positional[str], arg(metavar="[PROMPT]")] = STDIN
+    """The text to continue; "-" reads it from stdin."""
+    token_ids: str = ""
+    """The prompt as comma-separated token ids instead of text, e.g. 1,2,3."""
+    max_tokens: int = 64
+    """Stop after this many new tokens."""
+    temperature: float = 0.0
+    """0 takes the likeliest token every time."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens whose probabilities add up to this; 1 keeps all."""
+    top_k: int = 0
+    """Sample among this many likeliest tokens; 0 keeps all."""
+    seed: int | None = None
+    """The same seed gives the same text."""
+    prefill: Literal["exact_tail", "full", "window_tail"] = "exact_tail"
+    """Prompt positions that upper layers compute. exact_tail equals full; window_tail is cheaper and approximate."""
+    draft: Literal["auto", "none"] = "auto"
+    """Speculative decoding with the checkpoint's own draft stages, where it has some."""
+    json: bool = False
+    """Print one JSON object at the end instead of text as it comes."""
+
+    def run(self) -> None:
+        prompt = {"prompt_token_ids": _ids("--token-ids", self.token_ids)} if self.token_ids else None
+        if prompt and self.prompt != STDIN:
+            raise RequestError("both a prompt and --token-ids were given; give one of them")
+        text = "" if prompt else _text(self.prompt)
+        llm = self.load(prefill=self.prefill, draft=None if self.draft == "none" else self.draft)
+        from finback.engine.request import SamplingParams
+
+        sampling = SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+        )
+        if self.json:
+            output = llm.generate([prompt or text], sampling)[0]
+            keys = ("prompt_token_ids", "token_ids", "text", "finish_reason")
+            print(json.dumps({key: getattr(output, key) for key in keys}, ensure_ascii=False))
+        else:
+            _stream(llm, prompt or text, sampling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score(ModelFlags):
+    """Log-probability of every token of a text, and its perplexity."""
+
+    text: Annotated[Positional[str], arg(metavar="[TEXT]")] = STDIN
+    """The text to score; "-" reads it from stdin."""
+    token_ids: str = ""
+    """Comma-separated token ids instead of text, e.g. 1,2,3."""
+    splits: str = ""
+    """Lengths of the chunks that the tokens are fed in, e.g. 7,1,40. The result must not depend on them."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+    def run(self) -> None:
+        if self.token_ids and self.text != STDIN:
+            raise RequestError("both a text and --token-ids were given; give one of them")
+        ids = _ids("--token-ids", self.token_ids) if self.token_ids else []
+        splits = _ids("--splits", self.splits) if self.splits else None
+        text = "" if ids else _text(self.text)
+        llm = self.load(draft=None)
+        if not ids:
+            if llm.tokenizer is None:
+                raise RequestError(f"{self.model} has no tokenizer, so it cannot score text; give --token-ids 1,2,3")
+            ids = llm.encode(text)
+        if not ids:
+            raise RequestError("the text is empty, so there is nothing to score")
+        logprobs = _logprobs(llm.score(ids, splits=splits), ids)
+        perplexity = math.exp(min(-sum(logprobs) / len(logprobs), 700.0)) if logprobs else None
+        if self.json:
+            print(json.dumps({"token_ids": ids, "logprobs": [None, *logprobs], "perplexity": perplexity}))
+        else:
+            _print_scores(llm, ids, logprobs, perplexity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """What is in a checkpoint, from its headers alone: counts, bytes by role, formats."""
+
+    where: Annotated[Positional[str], arg(metavar="MODEL")]
+    """Folder of the checkpoint, or a hub id."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def run(self) -> None:
+        from rich.console import Console
+
+        from finback.tools import inspect
+
+        report = inspect.inspect(self.where)
+        if self.json:
+            print(report.to_json())
+        else:
+            # A pipe has no width; 80 columns would fold the rows of the tables.
+            Console(width=None if sys.stdout.isatty() else 160).print(inspect.render(report))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixtures:
+    """Write a tiny checkpoint of the released layout, with random weights and a real tokenizer."""
+
+    action: Annotated[Positional[Literal["make"]], arg(metavar="make")]
+    """make: write the checkpoint."""
+    dir: Annotated[Positional[str], arg(metavar="DIR")]
+    """Folder to write."""
+    preset: str = "tiny-v41"
+    """Which checkpoint."""
+
+    def run(self) -> None:
+        from finback.tools import fixtures
+
+        fixtures.make(self.dir, preset=self.preset)
+        print(f'wrote {self.preset} to {self.dir}; try: finback generate --model {self.dir} "Once upon a time"')
+
+
+Verb = (
+    Annotated[Generate, subcommand("generate")]
+    | Annotated[Score, subcommand("score")]
+    | Annotated[Inspect, subcommand("inspect")]
+    | Annotated[Fixtures, subcommand("fixtures")]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (None: the process's own) and return its exit code.
+
+    Raises SystemExit for --help (0) and for wrong usage (2).
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args == ["--version"]:
+        print(f"finback {__version__}")
+        return 0
+    try:
+        verb: Any = tyro.cli(
+            Verb,
+            prog="finback",
+            args=args or ["--help"],
+            description="Run and check DeepSeek-V4.1 on any machine. `finback --version` prints the version.",
+            config=(OmitSubcommandPrefixes, FlagCreatePairsOff),
+        )
+        verb.run()
+        sys.stdout.flush()
+    except FinbackError as error:
+        if os.environ.get("FINBACK_TRACEBACK") == "1":
+            raise
+        print(f"finback: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit, which would fail again with a message.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
+
+
+def _ids(flag: str, given: str) -> list[int]:
+    """The whole numbers of a comma-separated list."""
+    try:
+        return [int(part) for part in given.split(",")]
+    except ValueError:
+        raise RequestError(f"{flag} {given!r} is not a comma-separated list of whole numbers such as 1,2,3") from None
+
+
+def _text(given: str) -> str:
+    """The text given on the command line, or all of stdin for "-"."""
+    if given != STDIN:
+        return given
+    if sys.stdin is None or sys.stdin.isatty():
+        raise RequestError("there is no text: give it as an argument, pipe it into stdin, or give --token-ids 1,2,3")
+    return sys.stdin.read()
+
+
+@contextmanager
+def _progress_bar(title: str) -> Generator[Callable[[int, int], None] | None]:
+    """A bar on stderr for the body, which reports (bytes done, bytes in all); None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _stream(llm: LLM, prompt: Any, sampling: Any) -> None:
+    """Print each piece of the continuation as it comes: text, or comma-separated ids where there is no tokenizer."""
+    comma = ""
+    try:
+        for delta in llm.stream(prompt, sampling):
+            piece = delta.text
+            if llm.tokenizer is None:
+                piece = "".join(f"{comma if i == 0 else ','}{token}" for i, token in enumerate(delta.token_ids))
+                comma = "," if piece else comma
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    finally:
+        # Also after an error or Ctrl-C, so that what comes next starts on a line of its own.
+        sys.stdout.write("\n")
+
+
+def _logprobs(logits: Any, ids: list[int]) -> list[float]:
+    """log p(ids[i] | ids[:i]) for i = 1 .. n-1 from logits [n, V]."""
+    import torch
+
+    following = torch.tensor(ids[1:], dtype=torch.int64, device=logits.device)
+    chosen = logits[: len(ids) - 1].gather(1, following[:, None])[:, 0]
+    return (chosen - logits[: len(ids) - 1].logsumexp(1)).tolist()
+
+
+def _print_scores(llm: LLM, ids: list[int], logprobs: list[float], perplexity: float | None) -> None:
+    print(f"{'position':>8}  {'token':>8}  {'logprob':>10}")
+    for position, (token, logprob) in enumerate(zip(ids, [None, *logprobs], strict=True)):
+        shown = "-" if logprob is None else f"{logprob:.4f}"
+        text = "" if llm.tokenizer is None else f"  {llm.tokenizer.decode([token])!r}"
+        print(f"{position:>8}  {token:>8}  {shown:>10}{text}")
+    if perplexity is None:
+        print("one token: nothing to predict")
+    else:
+        mean = -sum(logprobs) / len(logprobs)
+        print(f"{len(logprobs)} predicted tokens, mean {mean:.4f} nats, perplexity {perplexity:.4f}")

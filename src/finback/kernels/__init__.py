@@ -1,0 +1,274 @@
+"""The one interface to numerical work: functions of tensors and plain facts, each with an exact torch twin.
+
+`kernels.name(...)` runs the twin of the chosen backend. `backend("torch")` chooses for a block of code; the default
+"auto" takes a faster twin where one exists for the device, dtype, shape and gradient at hand, and torch otherwise.
+`explain()` lists which twin each operation would use. Letters in shapes: T tokens, B sequences, D dim, H heads, E
+experts, K experts per token, M residual copies, V vocabulary; see docs/glossary.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from finback.base.runtime import KernelUnavailable, nearest
+from finback.kernels.torch import attention as _attention
+from finback.kernels.torch import dense_attention as _dense
+from finback.kernels.torch import matmul as _matmul
+from finback.kernels.torch import moe as _moe
+from finback.kernels.torch import quant as _quant
+from finback.kernels.torch import stream as _stream
+from finback.kernels.torch.attention import accumulator as accumulator
+from finback.kernels.torch.matmul import PackedWeight as PackedWeight
+
+BACKENDS = ("auto", "torch")
+_backend: ContextVar[str] = ContextVar("finback_backend", default="auto")
+
+
+def check_backend(name: str) -> str:
+    """`name` if it is a backend of this build, else KernelUnavailable."""
+    if name not in BACKENDS:
+        hint = nearest(name, BACKENDS)
+        raise KernelUnavailable(f"backend {name!r} is not available{hint}; use one of {', '.join(BACKENDS)}")
+    return name
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Run the block's kernels on backend `name` ("auto" or "torch"). Raises KernelUnavailable for other names."""
+    token = _backend.set(check_backend(name))
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+def explain() -> dict[str, str]:
+    """Operation name -> backend that runs it here."""
+    return dict.fromkeys(sorted(OPERATIONS), "torch")
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def sparse_attention(
+    q: Tensor,
+    scopes: Sequence[tuple[Tensor, Tensor]],
+    sink: Tensor | None,
+    scale: float,
+    *,
+    value_width: int | None = None,
+) -> Tensor:
+    """Attention of each token over picked rows of one shared key-and-value (MQA), with or without a sink.
+
+    q: [T, H, h]. scopes: (rows [N, h], index [T, k] int64) pairs; index picks rows, -1 = none. Scopes are
+    alternatives of one softmax: nothing is concatenated by the caller. sink: [H], a plain logit (not scaled) without
+    a value row; None: no sink. value_width v: a row is its own key, its first v values are its value (None: all h, K
+    = V). With z = scale * q . rows[index]: out = sum exp(z) rows[:v] / (sum exp(z) + exp(sink)), computed in float32
+    (float64 for float64), rounded once. A token without any row gives exactly 0. A row picked twice counts twice.
+    Returns [T, H, v] in q's dtype.
+    """
+    return _attention.sparse_attention(q, scopes, sink, scale, value_width=value_width)
+
+
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """Scores of every key for every token: sum over heads of weights * relu(q . key), in float32 (float64).
+
+    q: [T, H, h]; weights: [T, H], all constant factors folded in; keys: [n, h]. Returns [T, n].
+    Per-head scores are never stored for more than one block of tokens.
+    """
+    return _attention.index_scores(q, weights, keys)
+
+
+def index_scores_at(q: Tensor, weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
+    """`index_scores` of chosen rows only: table [N, h], index [T, C] int64 (-1 = none). Returns [T, C], -inf at -1.
+    Work and memory are proportional to C, not to the number of keys."""
+    return _attention.index_scores_at(q, weights, table, index)
+
+
+def top_rows(scores: Tensor, k: int, visible: Tensor) -> Tensor:
+    """The k best columns of each row among its first `visible`, ties to the lowest column.
+
+    scores: [T, n]; visible: [T] int64. Returns [T, min(k, n)] int64, ascending, -1 after the last pick.
+    Raises NonFiniteError on NaN scores.
+    """
+    return _attention.top_rows(scores, k, visible)
+
+
+def top_blocks(scores: Tensor, n_blocks: int, block: int, visible: Tensor) -> Tensor:
+    """First level of the two-level selection: the best `n_blocks` blocks of `block` columns, a block being worth its
+    best visible column. The block of the newest visible column is always kept. Ties to the lowest block.
+
+    scores: [T, n]; visible: [T] int64. Returns [T, min(n_blocks, ceil(n / block))] int64 block numbers, ascending, -1 =
+    none.
+    """
+    return _attention.top_blocks(scores, n_blocks, block, visible)
+
+
+def causal_attention(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lengths: Sequence[int],
+    scale: float,
+    derf: tuple[Tensor, Tensor, Tensor] | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Dense causal attention of B packed sequences, each over its own rows only.
+
+    q: [T, H, h], the new tokens. lengths: B ints, new tokens of each (sum T, 0 is allowed). keys, values: B tensors
+    [n, G, h] and [n, G, v], all rows of each sequence, the new tokens' last; G divides H, and heads share keys in
+    runs of H / G. Query i of m sees the first n - m + i + 1 rows. With z = scale * q . key:
+    out = sum w value / sum w, w = exp(z), or with derf = (alpha, bias, gamma), each [H]:
+    out = sum w value / (sum w + 1e-8), w = gamma (erf(alpha z + bias) + 1) / 2.
+    dropout: chance that a normalised weight is zeroed (the others are scaled up). Returns [T, H, v] in q's dtype.
+    """
+    return _dense.causal_attention(q, keys, values, lengths, scale, derf, dropout)
+
+
+def exclude_self(y: Tensor, own: Tensor) -> Tensor:
+    """XSA: each head's output without its part along the token's own value: y - (y . u) u, u = own / (|own| + 1e-8).
+
+    y: [T, H, v]; own: [T, G, v], shared by runs of H / G heads. Returns [T, H, v].
+    """
+    return _dense.exclude_self(y, own)
+
+
+def pool_groups(values: Tensor, scores: Tensor) -> Tensor:
+    """Softmax pooling of groups, per channel: values, scores [n, r, h] -> [n, h]."""
+    return _attention.pool_groups(values, scores)
+
+
+# -- stream ------------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 (float64), rounded once to x's dtype."""
+    return _stream.rms_norm(x, weight, eps)
+
+
+def rotate_pairs(x: Tensor, turns: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotary embedding of the last 2r values of x, adjacent values (2j, 2j+1) being one complex number.
+
+    x: [T, h] or [T, H, h]; turns: [T, r] complex, |turn| = 1. inverse: turn back. Returns a new tensor of x's dtype.
+    """
+    return _stream.rotate_pairs(x, turns, inverse=inverse)
+
+
+def rotate_halves(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotary embedding of the *first* 2r values of x, (j, j + r) being one complex number. Shapes as `rotate_pairs`."""
+    return _stream.rotate_halves(x, turns)
+
+
+def hc_mixes(
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, iterations: int, norm_eps: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients of a hyper-connection from the residual copies themselves.
+
+    streams: [T, M, D] float32/64; fn: [(2 + M) M, M D]; scale: [3] (pre, post, comb); base: [(2 + M) M].
+    One RMS statistic over all M D values of a token. mixes = (fn . flat(streams)) / rms, then with z = mix * scale +
+    base: pre [T, M] = sigmoid(z) + eps; post [T, M] = 2 sigmoid(z); comb [T, M, M] = sinkhorn(z), rows = source copy.
+    """
+    return _stream.hc_mixes(streams, fn, scale, base, iterations=iterations, norm_eps=norm_eps, eps=eps)
+
+
+def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """Doubly stochastic matrices [T, M, M]: row softmax + eps, column normalisation, then `iterations` - 1 times rows
+    and columns; every divisor but the softmax's has eps added."""
+    return _stream.sinkhorn(logits, iterations, eps)
+
+
+def hc_collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    """Sublayer input: sum over copies of pre * stream. [T, M, D], [T, M] -> [T, D]."""
+    return _stream.hc_collapse(streams, pre)
+
+
+def hc_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """New copies: out[k] = post[k] y + sum_i comb[i, k] streams[i]. y: [T, D] -> [T, M, D]."""
+    return _stream.hc_expand(y, streams, post, comb)
+
+
+def engram_gate(streams: Tensor, key: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """How far an n-gram memory opens per token and copy: sigmoid(signed sqrt of the normalised product of stream and
+    key).
+
+    streams, key: [T, M, D] float32/64; weight: [M, D] (query weight times key weight); each (token, copy) is normalised
+    on its own. Returns [T, M].
+    """
+    return _stream.engram_gate(streams, key, weight, eps)
+
+
+# -- mixture of experts ------------------------------------------------------------------------------------------------
+
+
+def router_scores(logits: Tensor, score: str) -> Tensor:
+    """[T, E] logits -> scores: "softmax", "sigmoid" or "sqrtsoftplus"."""
+    return _moe.router_scores(logits, score)
+
+
+def top_experts(scores: Tensor, k: int) -> Tensor:
+    """[T, E] -> [T, k] int64, best first, ties to the lowest expert."""
+    return _moe.top_experts(scores, k)
+
+
+def swiglu(gate_up: Tensor, limit: float = 0.0) -> Tensor:
+    """silu(gate) * up of [..., 2I] = gate | up. limit > 0 clamps gate from above and up on both sides."""
+    return _moe.swiglu(gate_up, limit)
+
+
+def for_each_expert(
+    x: Tensor, weights: Tensor, experts: Tensor, run: Callable[[int, Tensor, Tensor], Tensor], out: Tensor
+) -> Tensor:
+    """out + sum of run(expert, rows of x, their routing weights [n, 1]) over the experts in use, in ascending order.
+
+    x: [T, D]; weights, experts: [T, K]; out: [T, D] accumulator. Each token's sum has the same order in every batch.
+    """
+    return _moe.for_each_expert(x, weights, experts, run, out)
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """x [..., k] times weight [n, k] transposed, plus bias [n]. dtype: compute and return in that type."""
+    return _matmul.linear(x, weight, bias, dtype)
+
+
+def pack_linear(weight: Tensor) -> PackedWeight | None:
+    """A bf16 CPU weight [n, k] in a form that multiplies faster here with float32 sums, or None where there is none or
+    where it could not hold the values exactly."""
+    return _matmul.pack_linear(weight)
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, dtype: torch.dtype | None = None) -> Tensor:
+    """x [..., k] times a packed weight, summed in float32, rounded once to `dtype` (default: x's)."""
+    return _matmul.packed_linear(x, weight, dtype)
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+
+
+def round_e4m3(x: Tensor, block: int = 32, pow2: bool = True) -> Tensor:
+    """x rounded to FP8 with one scale per `block` values of the last dim and back, as the released kernels store it."""
+    return _quant.round_e4m3(x, block, pow2)
+
+
+def round_e2m1(x: Tensor, block: int = 32, scale: str = "e8m0") -> Tensor:
+    """x rounded to FP4 with one scale ("e8m0" or "e4m3") per `block` values of the last dim and back."""
+    return _quant.round_e2m1(x, block, scale)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Orthonormal Walsh-Hadamard transform of the last dim (a power of two)."""
+    return _quant.hadamard(x)
+
+
+OPERATIONS = (
+    "sparse_attention index_scores index_scores_at top_rows top_blocks causal_attention exclude_self pool_groups
+    rms_norm rotate_pairs rotate_halves " "hc_mixes sinkhorn hc_collapse hc_expand engram_gate router_scores
+    top_experts swiglu for_each_expert linear " "pack_linear packed_linear round_e4m3 round_e2m1 hadamard"
+).split()

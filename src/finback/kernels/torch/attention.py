@@ -1,0 +1,134 @@
+"""Sparse attention, index scores and top-k selection in torch: exact, differentiable where it is continuous, CPU-fast.
+
+Work is cut into token blocks so that temporaries stay near `_BLOCK` elements whatever the prompt's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from finback.base.runtime import NonFiniteError
+
+_BLOCK = 1 << 22
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums and softmaxes run in: float64 for float64, otherwise float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _token_blocks(tokens: int, elements_per_token: int) -> list[slice]:
+    step = max(1, _BLOCK // max(1, elements_per_token))
+    return [slice(i, min(i + step, tokens)) for i in range(0, tokens, step)]
+
+
+def sparse_attention(
+    q: Tensor,
+    scopes: Sequence[tuple[Tensor, Tensor]],
+    sink: Tensor | None,
+    scale: float,
+    *,
+    value_width: int | None = None,
+) -> Tensor:
+    if not len(q):
+        return q[..., :value_width].clone()
+    if sink is None:  # finite, so that a token without any row gives all its mass to it instead of 0 / 0
+        acc = accumulator(q.dtype)
+        sink = torch.full(q.shape[1:2], torch.finfo(acc).min, dtype=acc, device=q.device)
+    width = sum(index.shape[1] for _, index in scopes)
+    blocks = _token_blocks(len(q), width * (q.shape[-1] + q.shape[1]))
+    if len(blocks) == 1:
+        return _attend(q, scopes, sink, scale, value_width)
+    parts = [([(rows, index[b]) for rows, index in scopes], b) for b in blocks]
+    return torch.cat([_attend(q[b], part, sink, scale, value_width) for part, b in parts])
+
+
+def _attend(
+    q: Tensor, scopes: Sequence[tuple[Tensor, Tensor]], sink: Tensor, scale: float, value_width: int | None
+) -> Tensor:
+    acc = accumulator(q.dtype)
+    index = torch.cat([index for _, index in scopes], dim=1) if len(scopes) > 1 else scopes[0][1]
+    safe = index.clamp(min=0)
+    gathered, start = [], 0
+    for rows, part in scopes:  # [T, k, h]
+        k = part.shape[1]
+        gathered.append(_gather(rows, safe[:, start : start + k]))
+        start += k
+    kv = (torch.cat(gathered, dim=1) if len(gathered) > 1 else gathered[0]).to(acc)
+    logits = torch.baddbmm(_bias(index, acc).unsqueeze(1), q.to(acc), kv.transpose(1, 2), alpha=scale)  # [T, H, K]
+    sink = sink.to(acc).view(1, -1, 1).expand(len(q), -1, 1)
+    weights = torch.cat([logits, sink], dim=2).softmax(dim=2)[..., :-1]  # the sink takes mass and has no value row
+    return torch.bmm(weights, kv[..., :value_width]).to(q.dtype)
+
+
+def _gather(rows: Tensor, index: Tensor) -> Tensor:
+    if not len(rows):  # nothing stored yet: every index is -1 and is masked
+        return rows.new_zeros(*index.shape, rows.shape[1])
+    return rows.index_select(0, index.reshape(-1)).view(*index.shape, rows.shape[1])
+
+
+def _bias(index: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where there is a key, -inf where the index is -1."""
+    return torch.zeros(index.shape, dtype=dtype, device=index.device).masked_fill_(index < 0, float("-inf"))
+
+
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    acc = accumulator(q.dtype)
+    tokens, heads, width = q.shape
+    keys = keys.to(acc).t()
+    out = [
+        torch.bmm(
+            weights[b].to(acc).unsqueeze(1),
+            torch.mm(q[b].reshape(-1, width).to(acc), keys).relu_().view(-1, heads, keys.shape[1]),
+        ).squeeze(1)
+        for b in _token_blocks(tokens, heads * keys.shape[1])
+    ]
+    return torch.cat(out) if len(out) != 1 else out[0]
+
+
+def index_scores_at(q: Tensor, weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
+    acc = accumulator(q.dtype)
+    out = []
+    for b in _token_blocks(len(q), index.shape[1] * (table.shape[1] + q.shape[1])):
+        keys = _gather(table, index[b].clamp(min=0)).to(acc)
+        heads = torch.bmm(q[b].to(acc), keys.transpose(1, 2)).relu_()
+        out.append(torch.bmm(weights[b].to(acc).unsqueeze(1), heads).squeeze(1))
+    scores = torch.cat(out) if len(out) != 1 else out[0]
+    return scores.masked_fill_(index < 0, float("-inf"))
+
+
+def top_rows(scores: Tensor, k: int, visible: Tensor) -> Tensor:
+    tokens, n = scores.shape
+    columns = torch.arange(n, device=scores.device)
+    hidden = columns >= visible.unsqueeze(1)
+    if n <= k:
+        return torch.where(hidden, -1, columns)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    border = scores.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    picked = scores >= border
+    if int(picked.sum()) != tokens * k:  # ties at the border: the lowest positions win
+        above = scores > border
+        tied = scores == border
+        picked = above | (tied & (tied.cumsum(1) <= k - above.sum(1, keepdim=True)))
+        if int(picked.sum()) != tokens * k:
+            raise NonFiniteError("index scores contain NaN, so no rows can be selected")
+    rows = picked.nonzero()[:, 1].view(tokens, k)
+    return torch.where(rows < visible.unsqueeze(1), rows, -1)
+
+
+def top_blocks(scores: Tensor, n_blocks: int, block: int, visible: Tensor) -> Tensor:
+    tokens, n = scores.shape
+    hidden = torch.arange(n, device=scores.device) >= visible.unsqueeze(1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    scores = torch.nn.functional.pad(scores, (0, -n % block), value=float("-inf"))
+    best = scores.view(tokens, -1, block).amax(dim=2)
+    newest = (visible - 1) // block
+    pinned = torch.arange(best.shape[1], device=scores.device) == newest.unsqueeze(1)
+    return top_rows(best.masked_fill_(pinned, float("inf")), n_blocks, newest + 1)
+
+
+def pool_groups(values: Tensor, scores: Tensor) -> Tensor:
+    return (values * scores.softmax(dim=1)).sum(dim=1)

@@ -1,0 +1,46 @@
+"""Recording and replaying what a forward decided or computed.
+
+A forward makes discrete choices (which rows to attend to, which experts to use). Two implementations that round
+differently flip near ties, and everything after a flip differs. A `Tape` records those choices, or feeds given ones
+back (replay), so that the rest can be compared. With `trace` it also keeps the tensors that layers note along the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+
+class Tape:
+    """replay: name -> choices of this batch's tokens, used instead of computing them. record: keep choices in `.seen`.
+    trace: keep noted tensors there too. Names: "layer3.selected", "layer3.experts", "layer3.stream", ..."""
+
+    def __init__(self, replay: Mapping[str, Tensor] | None = None, *, record: bool = False, trace: bool = False):
+        self.replay = replay or {}
+        self.record = record or trace
+        self.trace = trace
+        self.seen: dict[str, Tensor] = {}
+
+    def choose(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """The replayed choice of that name if there is one, else what `compute()` returns."""
+        choice = self.replay.get(name)
+        if choice is None:
+            choice = compute()
+        if self.record:
+            self.seen[name] = choice
+        return choice
+
+    def note(self, name: str, value: Tensor) -> None:
+        """Keep `value` (detached) under `name` when tracing."""
+        if self.trace:
+            self.seen[name] = value.detach()
+
+
+class Trace(dict[str, Tensor]):
+    """What a forward of one sequence decided and computed: name -> tensor with one line per token.
+
+    "layerI.selected" [n, k] rows of the compressed cache (-1 = none), "layerI.experts" [n, K], "layerI.expert_weights"
+    [n, K], "layerI.stream" [n, M, D] residual copies after layer I, "layerI.next_pre" [n, M], "engram_hashes"
+    [n, layers, columns]; other families note what they have.
+    """
