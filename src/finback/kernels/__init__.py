@@ -62,6 +62,7 @@ def sparse_attention(
     scale: float,
     *,
     value_width: int | None = None,
+    released_columns: Sequence[int] | None = None,
 ) -> Tensor:
     """Attention of each token over picked rows of one shared key-and-value (MQA), with or without a sink.
 
@@ -71,8 +72,15 @@ def sparse_attention(
     = V). With z = scale * q . rows[index]: out = sum exp(z) rows[:v] / (sum exp(z) + exp(sink)), computed in float32
     (float64 for float64), rounded once. A token without any row gives exactly 0. A row picked twice counts twice.
     Returns [T, H, v] in q's dtype.
+
+    released_columns: None = weights are exact. Otherwise the place of each scope's first column in the list of the
+    released kernel (ascending, scopes do not overlap), which walks that list in runs of 64: with m the highest z up to
+    and including a row's own run, the weight exp(z - m) is rounded to bf16 where it multiplies the row, not in the sum
+    below the bar. Places decide only where runs end, so they must not depend on what else is in the batch.
     """
-    return _attention.sparse_attention(q, scopes, sink, scale, value_width=value_width)
+    return _attention.sparse_attention(
+        q, scopes, sink, scale, value_width=value_width, released_columns=released_columns
+    )
 
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -268,7 +276,30 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 OPERATIONS = (
-    "sparse_attention index_scores index_scores_at top_rows top_blocks causal_attention exclude_self pool_groups
-    rms_norm rotate_pairs rotate_halves " "hc_mixes sinkhorn hc_collapse hc_expand engram_gate router_scores
-    top_experts swiglu for_each_expert linear " "pack_linear packed_linear round_e4m3 round_e2m1 hadamard"
-).split()
+    "sparse_attention",
+    "index_scores",
+    "index_scores_at",
+    "top_rows",
+    "top_blocks",
+    "causal_attention",
+    "exclude_self",
+    "pool_groups",
+    "rms_norm",
+    "rotate_pairs",
+    "rotate_halves",
+    "hc_mixes",
+    "sinkhorn",
+    "hc_collapse",
+    "hc_expand",
+    "engram_gate",
+    "router_scores",
+    "top_experts",
+    "swiglu",
+    "for_each_expert",
+    "linear",
+    "pack_linear",
+    "packed_linear",
+    "round_e4m3",
+    "round_e2m1",
+    "hadamard",
+)

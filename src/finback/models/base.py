@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -105,9 +105,40 @@ class Proposal:
     confidence: Tensor | None = None
 
 
+class Drafter(Protocol):
+    """Proposes tokens that the model then verifies in one forward.
+
+    Let p be the last position that the model has run for a sequence, and the anchor its known next token, at p + 1.
+    Slot i of a proposal is for position p + 2 + i. All memory is rows of the store, so a drafter serves any sequences
+    in any order, and rejecting drafts is lowering a length.
+
+    block_size: tokens a proposal holds. lookback: token ids before the anchor that `Chunk.context` must hold.
+    """
+
+    block_size: int
+    lookback: int
+
+    def block_chunk(self, anchor: int) -> list[int]:
+        """Token ids of the chunk that `propose` wants for one sequence: the anchor first, then any filler."""
+        ...
+
+    def observe(self, batch: ForwardBatch, view: RowView, targets: Tensor) -> None:
+        """Remember what drafting needs of a forward of the model, verified drafts included. batch, view: that
+        forward's. targets: [T, *], what the model hands its drafter (its hidden states, or a combination of layers)."""
+        ...
+
+    def propose(
+        self, batch: ForwardBatch, view: RowView, choose: Callable[[Tensor, int], Tensor] | None = None
+    ) -> Proposal:
+        """Draft for every sequence of `batch`: one `block_chunk(anchor)` each, starting at p + 1, not to be stored.
+        choose(logits [n, V], i) -> [n] int64, the token of slot i; None: the likeliest."""
+        ...
+
+
 _FAMILIES = {
     "deepseek_v32": ("finback.models.deepseek_v32.model", "DeepseekV32"),
     "deepseek_v41": ("finback.models.deepseek_v41.model", "DeepseekV41"),
+    "spikewhale": ("finback.models.spikewhale.model", "SpikeWhale"),
 }
 
 
@@ -157,7 +188,7 @@ def read_fields(cls: type, given: Mapping[str, Any], where: str, ignored: Sequen
 
 
 def _checked(value: Any, hint: Any, where: str) -> Any:
-    """`value` if it fits the annotation (int, float, bool, str, tuple[...], X | None, a dataclass), else ConfigError."""
+    """`value` if it fits the annotation (int, float, bool, str, tuple, X | None, a dataclass), else ConfigError."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, _UNION) else (hint,)
     if value is None and type(None) in options:
         return None

@@ -76,7 +76,7 @@ class GroupedLinear(Prepared):
 
     def __init__(self, groups: int, n: int, k: int):
         super().__init__()
-        self.groups = groups
+        self.groups, self.width = groups, k
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(groups * n, k))
         self.packed: list[kernels.PackedWeight] | None = None
 

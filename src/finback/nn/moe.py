@@ -16,8 +16,8 @@ class Router(nn.Module):
     scores = f(logits); experts = top K of scores + bias; weights = scores of those, normalised to sum 1 if `normalise`,
     times `scale`. The bias decides the choice only. Image tokens use `bias_vl` where the model has one.
 
-    groups > 1: experts come in that many runs of equal length, and only those of the best `kept_groups` can be picked. A
-    group is worth the sum of its two best biased scores, or its best score in a router without bias.
+    groups > 1: experts come in that many runs of equal length, and only those of the best `kept_groups` can be picked.
+    A group is worth the sum of its two best biased scores, or its best score in a router without bias.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class SwiGLU(nn.Module):
 class Experts(Prepared):
     """E routed SwiGLU experts in one stack: w13 [E, 2I, D], w2 [E, D, I].
 
-    weigh_output: multiply an expert's output by its routing weight instead of its hidden values. The sum is the same but
-    for rounding: V3.2 does the former, V4.1 the latter.
+    weigh_output: multiply an expert's output by its routing weight, not its hidden values. The sum is the same but for
+    rounding: V3.2 weighs outputs, V4.1 hidden values.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Experts(Prepared):
             return
         packed = []
         for up, down in zip(self.w13, self.w2, strict=True):
-            pair = kernels.pack_linear(up), kernels.pack_linear(down)
-            if pair[0] is None or pair[1] is None:
+            first, second = kernels.pack_linear(up), kernels.pack_linear(down)
+            if first is None or second is None:
                 return
-            packed.append(pair)
+            packed.append((first, second))
         self.packed, self.w13, self.w2 = packed, None, None
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, out: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ Rejecting speculated tokens is lowering a length: rows past it are overwritten b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -55,7 +55,9 @@ class Chunk:
     ids: new token ids. start: tokens of the sequence that the store already holds. context: the ids right before
     `start`, oldest first (as many as a model's n-gram memory looks back; a shorter list means the sequence starts
     there), -1 for a token that takes no part in n-grams (images). types: per new token, -1 text and >= 0 inside an
-    image span; None = all text. pages: page numbers of the sequence by page class, for `PagedRows` only.
+    image span; None = all text. pages: page numbers of the sequence by page class, for `PagedRows` only. exact_from:
+    position from which outputs are wanted (0 = all): a model may skip whatever no output from there on, in this forward
+    or a later one, depends on.
     """
 
     ids: Sequence[int]
@@ -63,6 +65,13 @@ class Chunk:
     context: Sequence[int] = ()
     types: Sequence[int] | None = None
     pages: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    exact_from: int = 0
+
+    def tail(self, first: int) -> Chunk:
+        """The part of the chunk from position `first` on (empty past its end). Its context is not kept."""
+        skip = min(max(0, first - self.start), len(self.ids))
+        types = None if self.types is None else self.types[skip:]
+        return replace(self, ids=self.ids[skip:], start=self.start + skip, context=(), types=types)
 
 
 class ForwardBatch:
@@ -115,6 +124,13 @@ class ForwardBatch:
         """For every sequence with new tokens, the index in [0, T) of its last one."""
         return [o + n - 1 for o, n in zip(self.offsets, self.lengths, strict=False) if n]
 
+    def narrow(self, firsts: Sequence[int]) -> tuple[ForwardBatch, Tensor]:
+        """The batch of each sequence's tokens from position firsts[b] on, and their indices [T'] in this batch."""
+        chunks = [c.tail(first) for c, first in zip(self.chunks, firsts, strict=True)]
+        ends = self.offsets[1:]
+        kept = [np.arange(end - len(c.ids), end) for c, end in zip(chunks, ends, strict=True)]
+        return ForwardBatch(chunks, device=self.device, tape=self.tape), self.tensor(np.concatenate(kept))
+
     def previous_ids(self, reach: int) -> Tensor:
         """[T, reach] int64: the token ids 1..reach places before each token; -1 where the sequence has not begun or the
         token there is part of an image."""
@@ -160,6 +176,10 @@ class RowView(Protocol):
     """One forward's access to a row store. Indices returned are physical rows of the tables of the named group."""
 
     batch: ForwardBatch
+
+    def rebind(self, batch: ForwardBatch) -> RowView:
+        """The same rows for a narrower batch of the same sequences."""
+        ...
 
     def append(self, group: str, layer: int, values: Tensor) -> Tensor:
         """Store one row per new token (stride 1) or per finished group, in packed order: values [n, width].
@@ -208,6 +228,9 @@ class BatchView:
         self._tables: dict[tuple[str, int], Tensor] = {}
         self._windows: dict[str, Tensor] = {}
         self._offsets: dict[int, tuple[list[int], Tensor]] = {}
+
+    def rebind(self, batch: ForwardBatch) -> RowView:
+        raise AssertionError("BatchRows holds whole sequences only: score them with exact_from 0")
 
     def _row_offsets(self, stride: int) -> tuple[list[int], Tensor]:
         if stride not in self._offsets:
@@ -291,6 +314,9 @@ class PagedView:
         self._windows: dict[str, Tensor] = {}
         self._targets: dict[str, Tensor] = {}
         self._page_tables: dict[str, Tensor] = {}
+
+    def rebind(self, batch: ForwardBatch) -> PagedView:
+        return PagedView(self.store, batch)
 
     def _page_table(self, cls: str) -> Tensor:
         """[B, pages] int64 physical page numbers of this batch's sequences, 0-padded."""

@@ -9,15 +9,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from finback.base.runtime import NonFiniteError
+from finback.kernels.torch.quant import straight_through
 
 _BLOCK = 1 << 22
+_RUN = 64  # rows that the released kernel takes at a time
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The type that sums and softmaxes run in: float64 for float64, otherwise float32."""
-    return torch.promote_types(dtype, torch.float32)
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 def _token_blocks(tokens: int, elements_per_token: int) -> list[slice]:
@@ -32,6 +35,7 @@ def sparse_attention(
     scale: float,
     *,
     value_width: int | None = None,
+    released_columns: Sequence[int] | None = None,
 ) -> Tensor:
     if not len(q):
         return q[..., :value_width].clone()
@@ -41,33 +45,75 @@ def sparse_attention(
     width = sum(index.shape[1] for _, index in scopes)
     blocks = _token_blocks(len(q), width * (q.shape[-1] + q.shape[1]))
     if len(blocks) == 1:
-        return _attend(q, scopes, sink, scale, value_width)
+        return _attend(q, scopes, sink, scale, value_width, released_columns)
     parts = [([(rows, index[b]) for rows, index in scopes], b) for b in blocks]
-    return torch.cat([_attend(q[b], part, sink, scale, value_width) for part, b in parts])
+    return torch.cat([_attend(q[b], part, sink, scale, value_width, released_columns) for part, b in parts])
 
 
 def _attend(
-    q: Tensor, scopes: Sequence[tuple[Tensor, Tensor]], sink: Tensor, scale: float, value_width: int | None
+    q: Tensor,
+    scopes: Sequence[tuple[Tensor, Tensor]],
+    sink: Tensor,
+    scale: float,
+    value_width: int | None,
+    released_columns: Sequence[int] | None,
 ) -> Tensor:
     acc = accumulator(q.dtype)
     index = torch.cat([index for _, index in scopes], dim=1) if len(scopes) > 1 else scopes[0][1]
-    safe = index.clamp(min=0)
-    gathered, start = [], 0
-    for rows, part in scopes:  # [T, k, h]
-        k = part.shape[1]
-        gathered.append(_gather(rows, safe[:, start : start + k]))
-        start += k
+    gathered = [_gather(rows, part) for rows, part in scopes]  # [T, k, h]
     kv = (torch.cat(gathered, dim=1) if len(gathered) > 1 else gathered[0]).to(acc)
     logits = torch.baddbmm(_bias(index, acc).unsqueeze(1), q.to(acc), kv.transpose(1, 2), alpha=scale)  # [T, H, K]
-    sink = sink.to(acc).view(1, -1, 1).expand(len(q), -1, 1)
-    weights = torch.cat([logits, sink], dim=2).softmax(dim=2)[..., :-1]  # the sink takes mass and has no value row
+    sink = sink.to(acc).view(1, -1, 1)
+    if released_columns is not None:
+        spans = [(first, first + part.shape[1]) for first, (_, part) in zip(released_columns, scopes, strict=True)]
+        return _released_average(logits, kv[..., :value_width], sink, spans).to(q.dtype)
+    # The sink takes mass and has no value row.
+    weights = torch.cat([logits, sink.expand(len(q), -1, 1)], dim=2).softmax(dim=2)[..., :-1]
     return torch.bmm(weights, kv[..., :value_width]).to(q.dtype)
 
 
+def _released_average(logits: Tensor, values: Tensor, sink: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Average of values [T, K, v] with weights rounded as the released kernel does: [T, H, v] in the logits' dtype.
+
+    REF: the kernel walks its list of rows in runs of `_RUN` with a running maximum, and multiplies rows by weights in
+    bf16. A weight is therefore rounded relative to the highest logit up to its own run; their sum is not rounded.
+    logits: [T, H, K], -inf = none; sink: [1, H, 1]; spans: (first, end) place in that list of each part of the K columns.
+    """
+    runs = logits.unsqueeze(2) if spans[-1][1] <= _RUN else _in_runs(logits, spans)  # [T, H, R, _RUN]
+    # Detached: the result does not depend on the peaks but for rounding. The floor keeps -inf - peak from being NaN.
+    peaks = runs.detach().amax(3, keepdim=True).clamp_min_(torch.finfo(logits.dtype).min)
+    if runs.shape[2] == 1:
+        weights = (runs - peaks).exp_().squeeze(2)
+        total = weights.sum(2, keepdim=True) + (sink - peaks.squeeze(2)).exp_()
+        return torch.bmm(_round_bf16(weights), values) / total
+    peaks = peaks.cummax(2).values
+    weights = (runs - peaks).exp_()
+    highest = peaks[:, :, -1]
+    shrink = (peaks - highest.unsqueeze(2)).exp_()
+    total = (weights.sum(3, keepdim=True) * shrink).sum(2) + (sink - highest).exp_()
+    weights = (_round_bf16(weights) * shrink).flatten(2)
+    return torch.bmm(torch.cat([weights[..., a:b] for a, b in spans], dim=2), values) / total
+
+
+def _in_runs(logits: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Columns at their places in the released list, in runs: [T, H, K] -> [T, H, R, _RUN], -inf elsewhere."""
+    parts, at = [], 0
+    for (part, (first, end)) in zip(logits.split([b - a for a, b in spans], dim=2), spans, strict=True):
+        parts.append(F.pad(part, (first - at, 0), value=float("-inf")))
+        at = end
+    return F.pad(torch.cat(parts, dim=2), (0, -at % _RUN), value=float("-inf")).unflatten(2, (-1, _RUN))
+
+
+@straight_through
+def _round_bf16(weights: Tensor) -> Tensor:
+    return weights.bfloat16().to(weights.dtype)
+
+
 def _gather(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index], and some row where the index is -1."""
     if not len(rows):  # nothing stored yet: every index is -1 and is masked
         return rows.new_zeros(*index.shape, rows.shape[1])
-    return rows.index_select(0, index.reshape(-1)).view(*index.shape, rows.shape[1])
+    return F.embedding(index.clamp(min=0), rows)
 
 
 def _bias(index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,7 +139,7 @@ def index_scores_at(q: Tensor, weights: Tensor, table: Tensor, index: Tensor) ->
     acc = accumulator(q.dtype)
     out = []
     for b in _token_blocks(len(q), index.shape[1] * (table.shape[1] + q.shape[1])):
-        keys = _gather(table, index[b].clamp(min=0)).to(acc)
+        keys = _gather(table, index[b]).to(acc)
         heads = torch.bmm(q[b].to(acc), keys.transpose(1, 2)).relu_()
         out.append(torch.bmm(weights[b].to(acc).unsqueeze(1), heads).squeeze(1))
     scores = torch.cat(out) if len(out) != 1 else out[0]

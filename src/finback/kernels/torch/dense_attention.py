@@ -66,8 +66,8 @@ def _derf(q: Tensor, k: Tensor, v: Tensor, scale: float, derf: tuple[Tensor, Ten
         stop = min(start + step, m)
         seen = n - m + stop
         scores = queries[:, :, start:stop] @ keys[..., :seen] * scale
-        # erfc keeps its relative precision where 1 + erf cancels to nothing
-        weights = 0.5 * gamma * torch.erfc(-(alpha * scores + bias))
+        # REF: the sum cancels where erf is near -1, so that small weights become exactly 0, as the models were trained.
+        weights = 0.5 * gamma * (1 + torch.erf(alpha * scores + bias))
         weights = weights * torch.ones(stop - start, seen, dtype=acc, device=q.device).tril_(n - m + start)
         weights = weights / (weights.sum(dim=-1, keepdim=True) + _EPS)
         out.append(F.dropout(weights, dropout, training=dropout > 0) @ rows[:, :, :seen])

@@ -1,7 +1,7 @@
 """Products with weights in torch.
 
-On a CPU without native bf16 products, torch multiplies bf16 matrices an order of magnitude below the machine's rate, and
-never returns the float32 sums. `pack_linear` therefore keeps a weight whose values are exact in float16 (every decoded
+On a CPU without native bf16 products, torch multiplies bf16 matrices an order of magnitude below the machine's rate,
+and never returns the float32 sums. `pack_linear` therefore keeps a weight whose values are exact in float16 (every decoded
 FP8/FP4 weight, and almost every bf16 one) in FBGEMM's packed float16 form: half the bytes of float32, float32 sums.
 """
 
@@ -18,10 +18,11 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [n, k] for `packed_linear`: FBGEMM's opaque form of weight / scale, where scale is a power of two."""
+    """A weight [n, k] for `packed_linear`: FBGEMM's opaque form of weight / scale. scale: [1] float32, a power of two;
+    None means 1."""
 
     data: Any
-    scale: float
+    scale: Tensor | None
     shape: tuple[int, int]
 
 
@@ -37,7 +38,8 @@ def pack_linear(weight: Tensor) -> PackedWeight | None:
     for scale in (1.0, _scale_for_half(weight)):
         wide = weight.detach().float() / scale
         if torch.equal(wide.half().float(), wide):
-            return PackedWeight(torch.ops.quantized.linear_prepack_fp16(wide, None), scale, tuple(weight.shape))
+            data = torch.ops.quantized.linear_prepack_fp16(wide, None)
+            return PackedWeight(data, None if scale == 1.0 else torch.tensor([scale]), tuple(weight.shape))
     return None
 
 
@@ -48,10 +50,11 @@ def _scale_for_half(weight: Tensor) -> float:
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, dtype: torch.dtype | None = None) -> Tensor:
-    y = torch.ops.quantized.linear_dynamic_fp16(x.float(), weight.data)
-    if weight.scale != 1.0:
-        y = y * weight.scale
-    return y.to(x.dtype if dtype is None else dtype)
+    # The scale goes into x, the smaller side, in the operation that widens it: exact, since it is a power of two.
+    wide = x.float() if weight.scale is None else x * weight.scale
+    y = torch.ops.quantized.linear_dynamic_fp16(wide, weight.data)
+    dtype = x.dtype if dtype is None else dtype
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:

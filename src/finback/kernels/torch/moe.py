@@ -31,14 +31,19 @@ def swiglu(gate_up: Tensor, limit: float = 0.0) -> Tensor:
 def for_each_expert(
     x: Tensor, weights: Tensor, experts: Tensor, run: Callable[[int, Tensor, Tensor], Tensor], out: Tensor
 ) -> Tensor:
-    k = experts.shape[1]
+    if len(x) == 1:  # a decode step: nothing to sort, gather or scatter
+        for expert, place in sorted((e, i) for i, e in enumerate(experts[0].tolist())):
+            out = out + run(expert, x, weights[:, place : place + 1]).to(out.dtype)
+        return out
     flat = experts.flatten()
     order = flat.argsort(stable=True)
-    used, counts = flat[order].unique_consecutive(return_counts=True)
-    start = 0
-    for expert, count in zip(used.tolist(), counts.tolist(), strict=True):
-        picks = order[start : start + count]
-        start += count
-        rows = picks // k
-        out = out.index_add(0, rows, run(expert, x[rows], weights.reshape(-1, 1)[picks]).to(out.dtype))
+    rows = order // experts.shape[1]
+    sorted_weights = weights.reshape(-1, 1).index_select(0, order)
+    out, start = out.clone(), 0
+    for expert, count in enumerate(flat.bincount().tolist()):
+        if count:
+            picks = slice(start, start + count)
+            y = run(expert, x.index_select(0, rows[picks]), sorted_weights[picks])
+            out.index_add_(0, rows[picks], y.to(out.dtype))
+            start += count
     return out

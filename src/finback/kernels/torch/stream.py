@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from finback.kernels.torch.attention import accumulator
+
+Array = npt.NDArray[Any]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -15,13 +21,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, turns: Tensor, *, inverse: bool = False) -> Tensor:
-    width = 2 * turns.shape[-1]
     turns = turns.conj() if inverse else turns
-    if x.ndim == 3:
-        turns = turns.unsqueeze(1)
-    tail = x[..., -width:].to(accumulator(x.dtype)).unflatten(-1, (-1, 2))
-    tail = torch.view_as_real(torch.view_as_complex(tail.contiguous()) * turns).flatten(-2).to(x.dtype)
-    return tail if width == x.shape[-1] else torch.cat([x[..., :-width], tail], dim=-1)
+    # A copy of all of x and a product in place: cheaper than cutting the tail off and joining it again.
+    wide = x.to(accumulator(x.dtype), copy=True, memory_format=torch.contiguous_format)
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+    pairs[..., -turns.shape[-1] :].mul_(turns.unsqueeze(1) if x.ndim == 3 else turns)
+    return wide if wide.dtype == x.dtype else wide.to(x.dtype)
 
 
 def rotate_halves(x: Tensor, turns: Tensor) -> Tensor:
@@ -37,23 +42,48 @@ def rotate_halves(x: Tensor, turns: Tensor) -> Tensor:
 def hc_mixes(
     streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, iterations: int, norm_eps: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, copies, _ = streams.shape
+    copies = streams.shape[1]
     flat = streams.flatten(1)
-    mixes = F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
-    scales = scale.repeat_interleave(_mix_counts(copies, scale.device), output_size=base.shape[0])
-    mixes = torch.addcmul(base, mixes, scales)
-    pre, post = mixes[:, : 2 * copies].sigmoid().chunk(2, dim=1)
-    comb = sinkhorn(mixes[:, 2 * copies :].unflatten(1, (copies, copies)), iterations, eps)
-    return pre + eps, 2 * post, comb
+    # The norm is one pass without a temporary of the streams' size.
+    mean_square = torch.linalg.vector_norm(flat, dim=1, keepdim=True).square() / flat.shape[1]
+    mixes = F.linear(flat, fn) * torch.rsqrt(mean_square + norm_eps)
+    mixes = torch.addcmul(base, mixes, scale.index_select(0, _parts_of_mixes(copies, scale.device)))
+    if _on_host(mixes):
+        return _split_mixes_numpy(mixes.numpy(), copies, iterations, eps)
+    pre, post, comb = mixes.split([copies, copies, copies * copies], dim=1)
+    return pre.sigmoid() + eps, 2 * post.sigmoid(), _sinkhorn(comb.unflatten(1, (copies, copies)), iterations, eps)
 
 
-def _mix_counts(copies: int, device: torch.device) -> Tensor:
-    return torch.tensor([copies, copies, copies * copies], device=device)
+@lru_cache
+def _parts_of_mixes(copies: int, device: torch.device) -> Tensor:
+    """[(2 + M) M] int64: which of the three scales each mix has."""
+    with torch.inference_mode(False):  # a tensor made under inference mode could not serve a backward pass later
+        return torch.tensor([0] * copies + [1] * copies + [2] * copies * copies, device=device)
+
+
+def _on_host(x: Tensor) -> bool:
+    """Whether numpy may compute on x: on tiny arrays only the cost of a call counts, and torch's is several times higher."""
+    return x.is_cpu and not x.requires_grad
+
+
+def _split_mixes_numpy(mixes: Array, copies: int, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, (2 + M) M] logits -> pre, post, comb."""
+    with np.errstate(over="ignore"):  # exp(-z) = inf is a sigmoid of 0
+        gates = 1 / (1 + np.exp(-mixes[:, : 2 * copies]))
+    gates[:, :copies] += eps
+    gates[:, copies:] *= 2
+    comb = _sinkhorn_numpy(mixes[:, 2 * copies :].reshape(-1, copies, copies), iterations, eps)
+    pre, post = torch.from_numpy(gates).split(copies, dim=1)
+    return pre, post, torch.from_numpy(comb)
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    if logits.is_cpu and not (torch.is_grad_enabled() and logits.requires_grad):
-        return _sinkhorn_numpy(logits, iterations, eps)
+    if _on_host(logits):
+        return torch.from_numpy(_sinkhorn_numpy(logits.numpy(), iterations, eps))
+    return _sinkhorn(logits, iterations, eps)
+
+
+def _sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     z = logits.softmax(dim=2) + eps
     z = z / (z.sum(1, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -62,17 +92,19 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     return z
 
 
-def _sinkhorn_numpy(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """The same arithmetic on [M, M, T] arrays: tokens innermost, so that 40 tiny passes vectorise and cost no dispatch."""
-    z = np.ascontiguousarray(logits.detach().permute(1, 2, 0).numpy())
+def _sinkhorn_numpy(logits: Array, iterations: int, eps: float) -> Array:
+    """The same on [T, M, M] arrays. Tokens go innermost: 40 tiny passes then vectorise, and cost no dispatch."""
+    z = np.ascontiguousarray(logits.transpose(1, 2, 0))
     z = np.exp(z - z.max(1, keepdims=True))
     z /= z.sum(1, keepdims=True)
-    z += z.dtype.type(eps)
-    z /= z.sum(0, keepdims=True) + z.dtype.type(eps)
-    for _ in range(iterations - 1):
-        z /= z.sum(1, keepdims=True) + z.dtype.type(eps)
-        z /= z.sum(0, keepdims=True) + z.dtype.type(eps)
-    return torch.from_numpy(z).permute(2, 0, 1).contiguous()
+    z += eps
+    sums = np.empty_like(z[:, :1]), np.empty_like(z[:1])
+    axes = (0, *(1, 0) * (iterations - 1))
+    for axis in axes:
+        total = np.add.reduce(z, axis, out=sums[1 - axis], keepdims=True)
+        total += eps
+        z /= total
+    return np.ascontiguousarray(z.transpose(2, 0, 1))
 
 
 def hc_collapse(streams: Tensor, pre: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ For each token, with x rounded to FP8 before every quantised product where the r
 4. The key half of wkv_b is folded into the query, so that q and rows meet in the latent space; one softmax over the
    picked rows; the value half of wkv_b turns the latent that comes out into each head's values; wo projects.
 
-Folding (the *absorbed* form) gives the same product as expanding keys and values of every position, and makes one decoded
-token, a chunk and a whole prompt the same code. REF: the released code expands in a prefill, where the expansion rounds
-its FP8 input once more; its decoding step is the form used here.
+Folding (the *absorbed* form) gives the same product as expanding keys and values of every position, and makes one
+decoded token, a chunk and a whole prompt the same code. DIFF: the released code expands in a prefill and folds when it
+decodes, so that its two paths round differently; here a prompt rounds as its decoding does, except that attention
+weights stay float32.
 
 Two layouts of rotation, both as trained: attention rotates adjacent pairs at the end of a head, the indexer rotates
 halves at the start of one.
@@ -58,10 +59,11 @@ class LatentHeads(Prepared):
             return
         packed = []
         for head in self.weight.unflatten(0, (self.heads, -1)):
-            pair = kernels.pack_linear(head[: self.nope].t().contiguous()), kernels.pack_linear(head[self.nope :])
-            if pair[0] is None or pair[1] is None:
+            keys = kernels.pack_linear(head[: self.nope].t().contiguous())
+            values = kernels.pack_linear(head[self.nope :])
+            if keys is None or values is None:
                 return
-            packed.append(pair)
+            packed.append((keys, values))
         self.packed, self.weight = packed, None
 
     def absorb(self, q: Tensor) -> Tensor:
@@ -91,9 +93,9 @@ class LatentHeads(Prepared):
 class Indexer(nn.Module):
     """Scores positions with many small heads against one key a position, and picks the best of them per token.
 
-    score = sum over heads of w relu(q . k), w = weights_proj x / sqrt(heads * width), in float32. q and k are rotated by
-    position, mixed by a Hadamard transform (which leaves q . k as it is and spreads outliers) and rounded to FP8 where the
-    policy says so. A pick has no gradient, so nothing here has one.
+    score = sum over heads of w relu(q . k), w = weights_proj x / sqrt(heads * width), in float32. q and k are rotated
+    by position, mixed by a Hadamard transform (which leaves q . k as it is and spreads outliers) and rounded to FP8
+    where the policy says so. A pick has no gradient, so nothing here has one.
     """
 
     def __init__(self, c: DeepseekV32Config, layer: int, rounds: ActRound | None):
@@ -119,7 +121,7 @@ class Indexer(nn.Module):
     @torch.no_grad()
     def forward(self, x: Tensor, qr: Tensor, keys: Tensor, step: Step) -> Tensor:
         """x [T, D], rounded qr [T, q_lora_rank], table of keys -> positions [T, k] of each token's sequence that it
-        attends to, ascending, -1 = none. A sequence of at most index_topk tokens is attended to as a whole, unscored."""
+        attends to, ascending, -1 = none. A sequence of at most index_topk tokens is attended to whole, unscored."""
         batch, limit = step.batch, self.c.index_topk
         visible = batch.positions + 1
         longest = max(batch.ends, default=0)
@@ -185,7 +187,7 @@ class Attention(nn.Module):
 
 
 def rounding_of(c: DeepseekV32Config, rounding: bool) -> ActRound | None:
-    """How activations, latents and index keys are rounded: in blocks of 128; a float32 scale only where the checkpoint is
-    quantised without power-of-two scales."""
+    """How activations, latents and index keys are rounded: in blocks of 128, with float32 scales only where the
+    checkpoint is quantised without power-of-two scales."""
     quant = c.quantization_config
     return ActRound(BLOCK, pow2=quant is None or quant.scale_fmt == "ue8m0") if rounding else None

@@ -128,8 +128,8 @@ class DeepseekV32Config:
         odd = ", ".join(f"{name} {width}" for name, width in widths.items() if width % BLOCK)
         if odd:
             raise ConfigError(
-                f"config.json: {odd}: rounding as released shares a scale among {BLOCK} values, so these must be multiples "
-                f"of {BLOCK}; use rounding='off'"
+                f"config.json: {odd}: rounding as released shares a scale among {BLOCK} values, so these must be "
+                f"multiples of {BLOCK}; use rounding='off'"
             )
 
 
@@ -212,8 +212,8 @@ def _check_router(c: DeepseekV32Config) -> None:
     _require(c.n_shared_experts >= 1, f"n_shared_experts {c.n_shared_experts} must be at least 1")
     _require(
         c.n_group >= 1 and c.n_routed_experts % c.n_group == 0 and 1 <= c.topk_group <= c.n_group,
-        f"{c.n_routed_experts} n_routed_experts in {c.n_group} n_group of which {c.topk_group} topk_group are kept: groups "
-        "must be equal, and 1..n_group of them kept",
+        f"{c.n_routed_experts} n_routed_experts in {c.n_group} n_group, of which {c.topk_group} topk_group are kept: "
+        "groups must be equal, and 1..n_group of them kept",
     )
     size = c.n_routed_experts // c.n_group
     _require(

@@ -6,8 +6,8 @@ Forward of T tokens (any number of sequences, any cut of each):
    mixture of experts -> add.
 3. Final norm; logits of the rows that are wanted.
 
-Unusual: the residual is carried in the model's dtype, but each norm reads the sum before it is rounded; the router keeps
-only the experts of the best groups. State lives in the row store only. One process is enough: nothing is broadcast.
+Unusual: the residual is carried in the model's dtype, but each norm reads the sum before it is rounded; the router
+keeps only the experts of the best groups. State lives in the row store only; no process group is needed.
 """
 
 from __future__ import annotations
@@ -134,11 +134,14 @@ class DeepseekV32(Model):
         return any(name.startswith(f"model.layers.{i}.") for i in drafts)
 
     def forward(self, batch: ForwardBatch, view: RowView) -> Tensor:
-        """Hidden states [T, D] after the final norm."""
+        """Hidden states [T', D] after the final norm, of the tokens at or after their chunk's `exact_from`. Every layer
+        reads all positions, so no layer but the last norm can be spared the others."""
         step = Step(view, turns_at(batch.positions, self.freqs, self.dtype))
         total = self.embed(batch.ids).to(kernels.accumulator(self.dtype))
         for layer in self.layers:
             total = layer(total, step, self.dtype)
+        if any(c.exact_from > c.start for c in batch.chunks):
+            total = total[batch.narrow([c.exact_from for c in batch.chunks])[1]]
         return self.norm(total).to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The weight table of DeepSeek-V3.2: every tensor of the released layout, and the parameter that it fills.
 
 Names are the released ones (Hugging Face's). Quantised matrices have a `.weight_scale_inv` beside `.weight`, float32 or
-power-of-two bytes; it multiplies, whatever its name says. In a checkpoint without a `quantization_config` every tensor is
-plain.
+power-of-two bytes; it multiplies, whatever its name says. In a checkpoint without a `quantization_config` every tensor
+is plain.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ What sources hand to later layers is a `LayerShare`, returned by one layer and p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,11 +58,32 @@ class Step:
     def batch(self) -> ForwardBatch:
         return self.view.batch
 
+    def narrow(self, firsts: Sequence[int]) -> Narrowed | None:
+        """Keep each sequence's tokens from position firsts[b] on; None when those are all tokens."""
+        if all(first <= start for first, start in zip(firsts, self.batch.starts, strict=True)):
+            return None
+        batch, kept = self.batch.narrow(firsts)
+        view, window, compressed = self.view.rebind(batch), self.window_turns[kept], self.compressed_turns[kept]
+        return Narrowed(replace(self, view=view, window_turns=window, compressed_turns=compressed), kept)
+
     def group_turns(self, ratio: int) -> Tensor:
         """[n, r] rotations of the groups that this forward finishes: a group stands at its first token."""
         if ratio == 1:
             return self.compressed_turns
         return turns_at(self.batch.finished(ratio).row * ratio, self.compressed_freqs, self.dtype)
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """The step that goes on with some of a step's tokens, and their indices [T'] in it."""
+
+    step: Step
+    kept: Tensor
+
+    def share(self, share: LayerShare) -> LayerShare:
+        """`share` with its per-token choices for the kept tokens."""
+        per_token = {name: getattr(share, name) for name in ("rows", "selected", "candidates")}
+        return replace(share, **{name: t[self.kept] for name, t in per_token.items() if t is not None})
 
 
 def compressed_group(ratio: int) -> str:
@@ -214,39 +236,58 @@ class Attention(nn.Module):
         kv = kernels.rotate_pairs(self.kv_norm(self.wkv.multiply(rounded)), turns)
         return kernels.round_e4m3(kv, 32) if self.rounding else kv
 
-    def attend(self, q: Tensor, scopes: list[tuple[Tensor, Tensor]], turns: Tensor) -> Tensor:
-        """Queries over scopes, rotated back and projected: [T, H, h] -> [T, D]."""
-        o = kernels.sparse_attention(q, scopes, self.attn_sink, self.c.head_dim**-0.5)
+    def attend(self, q: Tensor, scopes: list[tuple[Tensor, Tensor]], turns: Tensor, columns: Sequence[int]) -> Tensor:
+        """Queries over scopes, rotated back and projected: [T, H, h] -> [T, D]. columns: place of each scope's first
+        column in the released kernel's list (`kernels.sparse_attention`)."""
+        released = columns if self.rounding else None
+        o = kernels.sparse_attention(q, scopes, self.attn_sink, self.c.head_dim**-0.5, released_columns=released)
         o = kernels.rotate_pairs(o, turns, inverse=True)
-        return self.wo_b(self.wo_a(o.reshape(len(o), self.c.o_groups, -1)).flatten(1))
+        return self.wo_b(self.wo_a(o.reshape(len(o), self.c.o_groups, self.wo_a.width)).flatten(1))
 
-    def forward(self, x: Tensor, step: Step, share: LayerShare) -> tuple[Tensor, LayerShare]:
-        """x [T, D] -> [T, D], and the share for the layers above."""
+    def forward(
+        self, x: Tensor, step: Step, share: LayerShare, narrowed: Narrowed | None = None
+    ) -> tuple[Tensor, LayerShare]:
+        """x [T, D] -> [T, D], and the share for the layers above. With `narrowed`, every token leaves its rows but only
+        the kept ones ask: [T', D]."""
         turns = step.compressed_turns if self.ratio else step.window_turns
         rounded = self.wq_a.round(x)
-        q, qr = self.queries(rounded, turns)
         window = step.view.append("window", self.layer, self.window_rows(rounded, turns))
+        if self.compressor is not None:
+            share = self.publish(x, step, share)
+        if narrowed is not None:
+            x, rounded, turns = x[narrowed.kept], rounded[narrowed.kept], turns[narrowed.kept]
+            step, share = narrowed.step, narrowed.share(share)
+            if not len(x):  # nothing asks: the rows were all that was needed
+                return x, share
+        q, qr = self.queries(rounded, turns)
         scopes = [(window, step.view.window("window"))]
+        # DIFF: the released prefill lists the window of an early token from its left end, the released decode from its
+        # right end. Here it is always the latter, so that weights round alike however a sequence is cut.
+        columns = [self.c.sliding_window - scopes[0][1].shape[1]]
         if self.ratio:
-            share = self.compress(x, qr, step, share)
+            share = self.select(x, qr, step, share)
             assert share.compressed is not None and share.selected is not None
             scopes.append((share.compressed, share.selected))
-        return self.attend(q, scopes, turns), share
+            columns.append(self.c.sliding_window)
+        return self.attend(q, scopes, turns, columns), share
 
-    def compress(self, x: Tensor, qr: Tensor, step: Step, share: LayerShare) -> LayerShare:
-        """Publish what this layer owns: its compressed rows and index keys, and its selection."""
+    def publish(self, x: Tensor, step: Step, share: LayerShare) -> LayerShare:
+        """A KV source's compressed rows and index keys: an owner always hands on its own, also on a step that finishes
+        no group."""
+        assert self.compressor is not None
+        latent = self.compressor(x, step, self.layer)
+        turns = step.group_turns(self.ratio)
+        if self.indexer is not None:
+            keys = step.view.append(key_group(self.ratio), self.layer, self.indexer.keys(latent, turns))
+            share = replace(share, keys=keys)
+        row = kernels.rotate_pairs(latent, turns)
+        row = kernels.round_e2m1(row, 16, "e4m3") if self.rounding else row
+        table = step.view.append(compressed_group(self.ratio), self.layer, row)
+        return replace(share, compressed=table, candidates=None)
+
+    def select(self, x: Tensor, qr: Tensor, step: Step, share: LayerShare) -> LayerShare:
+        """An index source's selection; other layers keep the one they were handed."""
         view, name = step.view, f"layer{self.layer}.selected"
-        if self.compressor is not None:
-            latent = self.compressor(x, step, self.layer)
-            turns = step.group_turns(self.ratio)
-            if self.indexer is not None:
-                keys = view.append(key_group(self.ratio), self.layer, self.indexer.keys(latent, turns))
-                share = replace(share, keys=keys)
-            row = kernels.rotate_pairs(latent, turns)
-            row = kernels.round_e2m1(row, 16, "e4m3") if self.rounding else row
-            share = replace(
-                share, compressed=view.append(compressed_group(self.ratio), self.layer, row), candidates=None
-            )
         if self.indexer is not None:
             found: list[Tensor | None] = [share.candidates]
 

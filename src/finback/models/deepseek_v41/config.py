@@ -214,8 +214,8 @@ def _check_sources(c: TextConfig) -> None:
             _require(found == ratio, f"layer {layer} has ratio {ratio} but its source {sources[-1]} has ratio {found}")
         _require(
             c.kv_source(layer) <= c.index_source(layer),
-            f"layer {layer} reads rows of layer {c.kv_source(layer)} with an older selection, of layer
-            {c.index_source(layer)}",
+            f"layer {layer} reads rows of layer {c.kv_source(layer)} with an older selection, of layer "
+            f"{c.index_source(layer)}",
         )
     for ids in (c.kv_source_layer_ids, c.index_source_layer_ids):
         _require(list(ids) == sorted(set(ids)), f"source layers must ascend, got {list(ids)}")

@@ -5,8 +5,7 @@ Let p be the last position the backbone has run, and the anchor its known next t
 2. `observe`: each stage writes window rows made from `main` for every backbone token (`draft_window`). Rows of draft
    tokens are never stored.
 3. `propose`: the block [anchor, noise, ...] stands at positions p + 1 ...; each stage attends, without a causal mask,
-to
-   the window rows up to p and to the block's own rows. Slot i's logits are for position p + 2 + i.
+   to the window rows up to p and to the block's own rows. Slot i's logits are for position p + 2 + i.
 4. Token by token, a Markov head adds a bias that depends on the token before; a confidence head estimates the chance
    that the draft is accepted, given that those before it are.
 
@@ -85,7 +84,9 @@ class DSpark(nn.Module):
         turns = turns_at(batch.positions, model.window_freqs, model.dtype)
         last = batch.positions.view(n, k)[:, :1] - 1  # [n, 1]: p of each sequence
         width = min(self.c.sliding_window, max(batch.starts, default=0))
-        rows = (last + torch.arange(1 - width, 1, device=last.device)).clamp(min=-1)
+        # REF: in the order of a ring of `sliding_window` slots, as the released kernel's list has them.
+        back = (last - torch.arange(width, device=last.device)) % self.c.sliding_window
+        rows = (last - back).clamp(min=-1)
         sequences = torch.arange(n, device=last.device).unsqueeze(1)
         past = view.locate(GROUP, sequences, rows).repeat_interleave(k, dim=0)  # [n k, w]
         own = (sequences * k + torch.arange(k, device=last.device)).repeat_interleave(k, dim=0)  # [n k, k]
@@ -94,12 +95,12 @@ class DSpark(nn.Module):
         pre[:, 0] = 1
         for stage in self.stages:
             attn = stage.attn
-            wide, x, mixes = stage.enter(streams, pre)
+            wide, x = stage.enter(streams, pre)
             rounded = attn.wq_a.round(x)
             q, _ = attn.queries(rounded, turns)
             scopes = [(view.table(GROUP, attn.layer), past), (attn.window_rows(rounded, turns), own)]
-            y = attn.attend(q, scopes, turns)
-            streams, pre = stage.leave(y, wide, mixes, batch, None)  # drafts are text: no image bias
+            y = attn.attend(q, scopes, turns, (0, self.c.sliding_window))
+            streams, pre = stage.leave(y, wide, batch, None)  # drafts are text: no image bias
         hidden = kernels.hc_collapse(streams.to(pre.dtype), pre).to(model.dtype)
         return DraftBlock(hidden.view(n, k, -1), model.head(self.norm(hidden)).view(n, k, -1))
 

@@ -14,6 +14,7 @@ streams of target layers (dspark.py), tables looked up by n-gram hash (engram.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from finback.models.base import Model, TensorSpec
 from finback.models.deepseek_v41.attention import (
     Attention,
     LayerShare,
+    Narrowed,
     Step,
     compressed_group,
     key_group,
@@ -88,36 +90,48 @@ class Block(nn.Module):
         inter = c.moe_intermediate_size
         self.ffn = MoE(gate, c.hidden_size, inter, inter, limit=c.swiglu_limit, rounds=rounds)
 
-    def enter(self, streams: Tensor, pre: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Streams as the attention's hyper-connection sees them -> (wide streams, attention input, coefficients)."""
+    def enter(self, streams: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+        """Streams in the accumulation type [T, M, D], and the attention's input [T, D]."""
         wide = streams.to(kernels.accumulator(streams.dtype))
-        return wide, self.attn_norm(kernels.hc_collapse(wide, pre).to(streams.dtype)), self.hc_attn(wide)
+        return wide, self.attn_norm(kernels.hc_collapse(wide, pre).to(streams.dtype))
 
     def leave(
-        self,
-        y: Tensor,
-        wide: Tensor,
-        mixes: tuple[Tensor, Tensor, Tensor],
-        batch: ForwardBatch,
-        is_image: Tensor | None,
+        self, y: Tensor, wide: Tensor, batch: ForwardBatch, is_image: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Attention output [T, D] -> streams after the experts, and the `pre` for the next sublayer."""
+        """Attention output [T, D] and the streams before it -> streams after the experts, and the next `pre`."""
         dtype, acc = y.dtype, wide.dtype
-        pre, post, comb = mixes
+        pre, post, comb = self.hc_attn(wide)
         wide = kernels.hc_expand(y.to(acc), wide, post, comb).to(dtype).to(acc)
         next_pre, post, comb = self.hc_ffn(wide)
         x = self.ffn_norm(kernels.hc_collapse(wide, pre).to(dtype))
         y = self.ffn(x, is_image, batch.tape, f"layer{self.layer}")
         return kernels.hc_expand(y.to(acc), wide, post, comb).to(dtype), next_pre
 
-    def forward(self, streams: Tensor, pre: Tensor, step: Step, share: LayerShare) -> tuple[Tensor, Tensor, LayerShare]:
-        """streams [T, M, D], pre [T, M] -> streams, the next pre, and the share for the layers above."""
-        wide, x, mixes = self.enter(streams, pre)
-        y, share = self.attn(x, step, share)
-        streams, pre = self.leave(y, wide, mixes, step.batch, step.batch.is_image)
+    def forward(
+        self, streams: Tensor, pre: Tensor, step: Step, share: LayerShare, narrowed: Narrowed | None = None
+    ) -> tuple[Tensor, Tensor, LayerShare]:
+        """streams [T, M, D], pre [T, M] -> streams, the next pre, and the share for the layers above; with `narrowed`,
+        of the kept tokens."""
+        wide, x = self.enter(streams, pre)
+        y, share = self.attn(x, step, share, narrowed)
+        if narrowed is not None:
+            wide, pre, step = wide[narrowed.kept], pre[narrowed.kept], narrowed.step
+            if not len(wide):
+                return wide.to(streams.dtype), pre, share
+        streams, pre = self.leave(y, wide, step.batch, step.batch.is_image)
         step.batch.tape.note(f"layer{self.layer}.stream", streams)
         step.batch.tape.note(f"layer{self.layer}.next_pre", pre)
         return streams, pre, share
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A forward's results. hidden: [T', D] of the wanted tokens. main: [T'', D] input of the draft stages, of every token
+    whose draft rows a wanted position can read (None: no such token, or no draft stages); `main_view`: their row view."""
+
+    hidden: Tensor
+    main: Tensor | None
+    main_view: RowView
 
 
 class DeepseekV41(Model):
@@ -253,11 +267,15 @@ class DeepseekV41(Model):
         return rows
 
     def forward(self, batch: ForwardBatch, view: RowView) -> Tensor:
-        """Hidden states [T, D] after the final norm."""
-        return self.forward_with_targets(batch, view)[0]
+        """Hidden states [T', D] after the final norm, of the tokens at or after their chunk's `exact_from`."""
+        return self.backbone(batch, view).hidden
 
     def forward_with_targets(self, batch: ForwardBatch, view: RowView) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [T, D], and the draft stages' input [T, D] (None without draft stages)."""
+        result = self.backbone(batch, view)
+        return result.hidden, result.main
+
+    def backbone(self, batch: ForwardBatch, view: RowView) -> Backbone:
+        """The whole forward, with what the draft stages need of it."""
         c = self.config.text_config
         step = Step(
             view,
@@ -270,16 +288,36 @@ class DeepseekV41(Model):
         streams = self.embed_tokens(batch).unsqueeze(1).expand(-1, c.hc_mult, -1)
         pre = torch.zeros(len(batch), c.hc_mult, dtype=kernels.accumulator(self.dtype), device=streams.device)
         pre[:, 0] = 1
-        share, targets = LayerShare(), []
+        share, narrowed = LayerShare(), None
+        targets: list[Tensor] = []
         for i, layer in enumerate(self.layers):
+            if narrowed is not None:
+                step, targets = narrowed.step, [t[narrowed.kept] for t in targets]
+                hashed = None if hashed is None else hashed[narrowed.kept]
+            narrowed = step.narrow(self.needed_from(i, batch)) if i >= self.last_source else None
             if hashed is not None and i in c.engram_layer_ids:
                 rows = hashed[:, c.engram_layer_ids.index(i)]
-                streams = self.engrams[str(i)](streams, rows, batch.is_image)
+                streams = self.engrams[str(i)](streams, rows, step.batch.is_image)
             if self.mtp is not None and i in c.dspark_target_layer_ids:
                 targets.append(streams.mean(dim=1))
-            streams, pre, share = layer(streams, pre, step, share)
-        hidden = kernels.hc_collapse(streams.to(pre.dtype), pre).to(self.dtype)
-        return self.norm(hidden), self.mtp.combine(targets) if self.mtp is not None else None
+            streams, pre, share = layer(streams, pre, step, share, narrowed)
+            if not len(streams):  # the layers above have nothing to do either
+                break
+        hidden = self.norm(kernels.hc_collapse(streams.to(pre.dtype), pre).to(self.dtype))
+        main = self.mtp.combine(targets) if self.mtp is not None and i == len(self.layers) - 1 else None
+        return Backbone(hidden, main, step.view)
+
+    @property
+    def last_source(self) -> int:
+        """The last layer that owns compressed rows; layers from it on may run on a tail of a prompt (0 without any)."""
+        return max(self.config.text_config.kv_source_layer_ids, default=0)
+
+    def needed_from(self, layer: int, batch: ForwardBatch) -> list[int]:
+        """First position of each sequence whose output of `layer` something wanted depends on: every layer above reads
+        a window, so each reaches window - 1 positions further back."""
+        above = self.config.text_config.num_hidden_layers - 1 - layer
+        reach = above * (self.config.text_config.sliding_window - 1)
+        return [c.exact_from - reach for c in batch.chunks]
 
     def embed_tokens(self, batch: ForwardBatch) -> Tensor:
         """[T, D] embeddings, image spans replaced by their features."""

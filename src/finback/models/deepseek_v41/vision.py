@@ -91,7 +91,9 @@ class Attention(nn.Module):
         q, k, v = (t.unflatten(-1, (self.n_heads, -1)) for t in self.wqkv(x).chunk(3, dim=-1))  # [N, H, h]
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, N, h]
-        out = F.scaled_dot_product_attention(q, k, v)
+        if q.is_cpu:  # in a narrow type, torch's attention for CPUs rounds its scores and weights too
+            q, k, v = _widened(q), _widened(k), _widened(v)
+        out = F.scaled_dot_product_attention(q, k, v).to(x.dtype)
         return self.wo(out[0].transpose(0, 1).flatten(1))
 
 
