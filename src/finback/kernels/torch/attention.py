@@ -128,7 +128,7 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     out = [
         torch.bmm(
             weights[b].to(acc).unsqueeze(1),
-            torch.mm(q[b].reshape(-1, width).to(acc), keys).relu_().view(-1, heads, keys.shape[1]),
+            torch.mm(q[b].reshape(-1, width).to(acc), keys).relu_().view(b.stop - b.start, heads, keys.shape[1]),
         ).squeeze(1)
         for b in _token_blocks(tokens, heads * keys.shape[1])
     ]
