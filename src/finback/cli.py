@@ -15,11 +15,11 @@ import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, OmitSubcommandPrefixes, Positional, arg, subcommand
+from tyro.conf import FlagCreatePairsOff, OmitSubcommandPrefixes, Positional, UseAppendAction, arg, subcommand
 
 from finback import __version__
 from finback.base.runtime import FinbackError, RequestError
@@ -183,11 +183,39 @@ class Fixtures:
         print(f'wrote {self.preset} to {self.dir}; try: finback generate --model {self.dir} "Once upon a time"')
 
 
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model from a recipe; the same command goes on after an interruption."""
+
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    """TOML file that describes the run."""
+    out: str = ""
+    """Folder of the run. Default: runs/ and the recipe's name."""
+    set: Annotated[list[str], arg(metavar="KEY=VALUE"), UseAppendAction] = field(default_factory=list)
+    """Change a key of the recipe, e.g. run.steps=100 or data.sources.text.path=stories.jsonl. May be repeated."""
+    dry_run: bool = False
+    """Print parameters, memory, operations and an estimate of the time, and stop."""
+
+    def run(self) -> None:
+        from finback.train.recipe import read_recipe
+
+        recipe = read_recipe(self.recipe, self.set)
+        if self.dry_run:
+            from finback.train.estimate import estimate
+
+            print(estimate(recipe).text())
+            return
+        from finback.train.trainer import Trainer
+
+        print(Trainer(recipe, self.out or f"runs/{recipe.name}").run())
+
+
 Verb = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Score, subcommand("score")]
     | Annotated[Inspect, subcommand("inspect")]
     | Annotated[Fixtures, subcommand("fixtures")]
+    | Annotated[Train, subcommand("train")]
 )
 
 

@@ -29,7 +29,7 @@ def benchmark_modules(monkeypatch):
 @torch.inference_mode()
 def test_contender_equals_finback_in_prefill_and_decode(benchmark_modules):
     """Catches a contender that is fast because it leaves something out, or slow because it computes something else:
-    prompts around the compression ratio and the window, then single tokens past the window's and the group's borders."""
+    prompts around the compression ratio and the window, then single tokens over the borders of window and group."""
     cpu_model, reference_style = benchmark_modules
     shape = cpu_model.TINY
     model = cpu_model.build(shape, torch.float32)

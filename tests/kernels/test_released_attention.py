@@ -14,7 +14,7 @@ HEADS, WIDTH, SCALE = 4, 16, 0.25
 
 
 def released_walk(q: Tensor, listed: list[Tensor | None], sink: Tensor) -> Tensor:
-    """One token's output [H, h] by the kernel's own loop in float64. q: [H, h]; listed: rows [h] in order, None = none."""
+    """One token's output [H, h] by the kernel's loop in float64. q: [H, h]; listed: rows [h] in order, None = none."""
     out = torch.zeros(HEADS, WIDTH, dtype=torch.float64)
     for head in range(HEADS):
         top, total, acc = -1e30, 0.0, torch.zeros(WIDTH, dtype=torch.float64)
@@ -34,7 +34,9 @@ def released_walk(q: Tensor, listed: list[Tensor | None], sink: Tensor) -> Tenso
     return out
 
 
-def case(rng: torch.Generator, tokens: int, widths: tuple[int, int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor]:
+def case(
+    rng: torch.Generator, tokens: int, widths: tuple[int, int]
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor]:
     """Queries, two scopes with some empty places, and a sink."""
     q = torch.randn(tokens, HEADS, WIDTH, generator=rng)
     scopes = []

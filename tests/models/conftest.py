@@ -145,14 +145,15 @@ class Lab:
         trace: bool = False,
     ) -> Fed:
         """Feed prompts step by step through pages in shuffled places; a window group has as few pages as it can, so that
-        old ones are overwritten. fill: what the store holds at first. Logits are those at or after `exact_from`."""
+        old ones are overwritten. fill: what pages hold at first; page 0 belongs to nobody and stays zero, because an
+        index of -1 reads row 0 (with weight 0). Logits are those at or after `exact_from`."""
         schedule = [[len(p.ids) for p in prompts]] if schedule is None else schedule
         assert [sum(column) for column in zip(*schedule, strict=True)] == [len(p.ids) for p in prompts]
         groups = list(model.row_groups())
         pages = _Pages(groups, prompts, max(max(step) for step in schedule))
         store = PagedRows(groups, pages.counts, page_tokens=pages.tokens, dtype=model.dtype)
-        for table in store.tables.values():
-            table.fill_(fill)
+        for (group, _), table in store.tables.items():
+            table[pages.tokens // store.groups[group].stride :] = fill
         wanted = [0] * len(prompts) if exact_from is None else list(exact_from)
         done = [0] * len(prompts)
         logits: list[list[Tensor]] = [[] for _ in prompts]
@@ -215,7 +216,7 @@ class _Pages:
                 whole = -(-n // self.tokens)
                 rings.append(whole if window is None else min(whole, -(-(window - 1 + longest_chunk) // self.tokens) + 1))
             self.counts[cls] = sum(rings) + 1
-            places = torch.randperm(self.counts[cls], generator=generator).tolist()
+            places = (1 + torch.randperm(self.counts[cls] - 1, generator=generator)).tolist()
             for own, n, ring in zip(self.lists, self.lengths, rings, strict=True):
                 mine = [places.pop() for _ in range(ring)]
                 own[cls] = [mine[i % ring] for i in range(-(-n // self.tokens))]

@@ -100,8 +100,8 @@ def test_greedy_continuation_equals_the_reference(exact: tuple[LLM, Golden]) -> 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_images_equal_the_reference(full: tuple[LLM, Golden], one_by_one: bool) -> None:
-    """The encoder, the order of a span's rows, the router's bias for images, n-grams that look across a span, and a span
-    that is cut between forwards."""
+    """The encoder, the order of a span's rows, the router's bias for images, n-grams that look across a span, and a
+    span that is cut between forwards."""
     llm, g = full
     ids = g["image.ids"][0].tolist()
     splits = [1] * len(ids) if one_by_one else None
@@ -184,9 +184,9 @@ def _quantised_weights(model: DeepseekV41) -> Iterator[Tensor]:
 class Forced:
     """Runs a model layer by layer, every layer on the reference's output of the layer before.
 
-    A wrong rounding point shows in the layer that has it. Without this, one bf16 value that lands on the other side of a
-    tie changes FP8 codes in the next layer, and some layers later every value: the reference itself, with nothing but
-    the order of attention's float32 sums changed, is off by up to 6e-2 in its logits.
+    A wrong rounding point shows in the layer that has it. Without this, one bf16 value that lands on the other side of
+    a tie changes FP8 codes in the next layer, and some layers later every value: the reference itself, with nothing but
+    the order of attention's sums changed, is off by up to 6e-2 in its logits.
     """
 
     def __init__(self, model: DeepseekV41, g: Golden):
@@ -229,8 +229,8 @@ def relative(own: Sequence[Tensor], reference: Tensor) -> float:
 @pytest.mark.usefixtures("partial_sums")
 @pytest.mark.parametrize("first", [48, FIRST])
 def test_layers_round_where_the_reference_rounds(rounded: tuple[DeepseekV41, Golden], first: int) -> None:
-    """A rounding step that is missing, doubled, in another place or of another kind: FP8 activations and window rows, FP4
-    compressed rows, bf16 softmax weights, results of products. In one forward, and one token at a time after a prompt."""
+    """A rounding step that is missing, doubled, in another place or of another kind: FP8 activations and window rows,
+    FP4 compressed rows, bf16 softmax weights, results of products. In one forward, and then token by token."""
     model, g = rounded
     forced = Forced(model, g)
     forced.run(0, first)

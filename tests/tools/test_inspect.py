@@ -12,8 +12,10 @@ from rich.console import Console
 
 from finback.base import formats
 from finback.base.runtime import CheckpointError
+from finback.io.checkpoint import Checkpoint
 from finback.io.checkpoint_write import Stored, save_checkpoint
 from finback.models.base import TensorSpec
+from finback.tools import fixtures
 from finback.tools.inspect import inspect, render
 
 E4M3, E2M1 = formats.E4M3_B32, formats.E2M1_R32
@@ -74,7 +76,8 @@ def test_counts_are_those_of_the_model(folder: Path, specs: list[TensorSpec] | N
     by_format = {name: share.parameters for name, share in found.by_format.items()}
     assert by_format == {"bf16": 3264, "e4m3_b32": 6144, "e4m3_r32": 2560, "e2m1_r32": 1024, "f32": 519}
     assert [weight.name for weight in found.largest[:2]] == ["embed.weight", "layers.0.attn.wq_a.weight"]
-    assert found.problems == [] and found.checked == (specs is not None)
+    assert found.checked == (specs is not None)
+    assert found.problems == [] if specs else "model_type 'tiny'" in found.problems[0]
 
 
 @pytest.mark.parametrize(
@@ -132,3 +135,14 @@ def test_rendering_and_json(folder: Path) -> None:
     data = json.loads(found.to_json())
     assert data["by_role"]["other"] == {"tensors": 1, "parameters": 524288, "nbytes": 2097152}
     assert data["largest"][0]["shape"] == [512, 1024] and len(data["problems"]) == 2
+
+
+def test_a_known_family_is_checked_against_its_own_table(tmp_path: Path) -> None:
+    """Without the family's table an incomplete checkpoint looks as good as a whole one."""
+    fixtures.make(tmp_path / "whole")
+    found = inspect(tmp_path / "whole")
+    assert found.checked and found.problems == []
+    whole = Checkpoint.open(tmp_path / "whole")
+    kept = ((name, Stored(whole.read(name), info.dtype)) for name, info in whole.tensors.items() if name != "norm.weight")
+    save_checkpoint(tmp_path / "part", whole.config, kept)
+    assert any("norm.weight" in line for line in inspect(tmp_path / "part").problems)

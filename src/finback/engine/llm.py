@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,20 @@ from torch import Tensor
 
 from finback import kernels
 from finback.base.runtime import ConfigError, RequestError, nearest
-from finback.engine.request import Delta, RequestOutput, SamplingParams, SequenceState
+from finback.engine.args import EngineArgs
+from finback.engine.core import Engine
+from finback.engine.request import Delta, RequestOutput, SamplingParams, SequenceState, SpeculativeConfig
 from finback.engine.runner import Runner, replay_slice
 from finback.engine.running import Running
 from finback.engine.scoring import Collector, check_splits
+from finback.engine.stats import Stats
 from finback.io.checkpoint import Checkpoint
 from finback.io.images import validate_images
 from finback.io.load import load_model
 from finback.io.text import Tokenizer
 from finback.nn.tape import Tape, Trace
 
-PREFILLS = ("exact_tail", "full", "window_tail")
-FORWARD_TOKENS = 2048  # most tokens of one forward
+FORWARD_TOKENS = 2048  # most tokens of one forward of `score`
 
 
 class LLM:
@@ -32,6 +35,11 @@ class LLM:
     "cuda", ... dtype: "float64", "float32", "bfloat16"; None follows the checkpoint. rounding: "released" rounds
     activations and stored rows as the released kernels do, "off" rounds nothing; None = "released" for a quantised
     checkpoint. backend: "auto" or "torch". progress: called with (bytes done, bytes in all) while loading.
+
+    draft: "auto" speculates with the model's own draft layers where it has some, "ngram" with repetitions in the text
+    (any model), "model" insists on draft layers, None not at all; or a `SpeculativeConfig`. limits: fields of
+    `EngineArgs` (max_num_seqs, max_model_len, kv_cache_memory_bytes, enable_prefix_caching, deterministic, ...), prefill
+    among them.
 
     Raises ConfigError, CheckpointError (before weights are allocated), KernelUnavailable.
     """
@@ -45,13 +53,17 @@ class LLM:
         rounding: str | None = None,
         backend: str = "auto",
         prefill: str = "exact_tail",
-        draft: str | None = "auto",
+        draft: str | SpeculativeConfig | None = "auto",
         tensor_parallel_size: int = 1,
         progress: Callable[[int, int], None] | None = None,
+        **limits: Any,
     ):
         self.backend = kernels.check_backend(backend)
-        if prefill not in PREFILLS:
-            raise ConfigError(f"prefill {prefill!r}{nearest(prefill, PREFILLS)}; use one of {', '.join(PREFILLS)}")
+        names = EngineArgs.__dataclass_fields__
+        if unknown := next((name for name in limits if name not in names), None):
+            raise ConfigError(f"LLM has no option {unknown!r}{nearest(unknown, names)}; see EngineArgs for its limits")
+        speculative = SpeculativeConfig(method=draft) if isinstance(draft, str) else draft
+        self.args = EngineArgs(prefill=prefill, backend=backend, speculative=speculative, **limits)
         if tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size {tensor_parallel_size}: this build runs on one device; use 1")
         self.prefill, self.draft = prefill, draft
@@ -59,9 +71,21 @@ class LLM:
         self.model = load_model(
             checkpoint, device=check_device(device), dtype=dtype, rounding=rounding, progress=progress
         )
+        if prefill == "window_tail" and hasattr(self.model, "window_tail"):
+            self.model.window_tail = True
         self.config = checkpoint.config
         has_tokenizer = (checkpoint.path / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.load(checkpoint.path) if has_tokenizer else None
+
+    @cached_property
+    def engine(self) -> Engine:
+        """What runs the requests; it takes its memory when it is first used."""
+        return Engine(self.model, self.tokenizer, self.args)
+
+    @property
+    def stats(self) -> Stats:
+        """What the engine has done so far; `.summary()` gives it as plain numbers."""
+        return self.engine.stats
 
     # -- scoring ---------------------------------------------------------------------------------------------------
 
@@ -106,7 +130,7 @@ class LLM:
     ) -> tuple[list[Tensor], list[Trace]]:
         lengths = [len(s.tokens) for s in states]
         chunk = max((n for step in steps for n in step), default=1)
-        runner = Runner(self.model, lengths, chunk, backend=self.backend)
+        runner = Runner(self.model, lengths, chunk, backend=self.backend, deterministic=self.args.deterministic)
         slots = [runner.open(state) for state in states]
         collector = Collector(len(states))
         for step in steps:
@@ -139,18 +163,39 @@ class LLM:
         """Continue prompts. One prompt: a string, a list of token ids, or {"prompt_token_ids": [...], "images": [...]};
         or a list of such. sampling: one for all, or one a prompt. Returns one output a prompt, in order.
 
-        A string is encoded as plain text (no control tokens) after the beginning-of-sequence token.
+        A string is encoded as plain text (no control tokens) after the beginning-of-sequence token. A prompt whose
+        computation fails (NonFiniteError) has `error` in its output and leaves the others alone; a single one raises.
         """
         running = self._start(prompts, sampling)
-        for _ in self._steps(running):
-            pass
+        try:
+            while any(r.output.finish_reason is None for r in running):
+                self.engine.step()
+        finally:
+            self._abandon(running)
+        if len(running) == 1 and running[0].output.error is not None:
+            raise running[0].output.error
         return [r.output for r in running]
 
     def stream(self, prompt: Any, sampling: SamplingParams | None = None) -> Iterator[Delta]:
-        """Continue one prompt, token by token. The deltas' texts and ids add up to what `generate` returns."""
+        """Continue one prompt, token by token. The deltas' texts and ids add up to what `generate` returns. Closing the
+        iterator gives the request up. Raises NonFiniteError after what came before it."""
         running = self._start([prompt], sampling)
-        for _, delta in self._steps(running):
-            yield delta
+        try:
+            while True:
+                while not running[0].deltas:
+                    self.engine.step()
+                delta = running[0].deltas.popleft()
+                if delta.error is not None:
+                    raise delta.error
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self._abandon(running)
+
+    def _abandon(self, running: Sequence[Running]) -> None:
+        for r in running:
+            self.engine.abort(r)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text as `generate` feeds it: the beginning-of-sequence token where the tokenizer has one,
@@ -165,14 +210,17 @@ class LLM:
         params = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(params)} SamplingParams; give one for all or one each")
-        running = []
-        for prompt, p in zip(prompts, params, strict=True):
-            state = self._prompt(prompt)
-            self.check_length(len(state.tokens) + 1, "the prompt and one new token")
-            running.append(Running(state, p, self.tokenizer, self.model.max_positions))
+        states = [self.prompt(prompt) for prompt in prompts]
+        running: list[Running] = []
+        try:
+            running += (self.engine.add(state, p) for state, p in zip(states, params, strict=True))
+        except BaseException:
+            self._abandon(running)
+            raise
         return running
 
-    def _prompt(self, prompt: Any) -> SequenceState:
+    def prompt(self, prompt: Any) -> SequenceState:
+        """A prompt in any of the forms of `generate`, checked. Raises RequestError."""
         images = None
         if isinstance(prompt, Mapping):
             if unknown := set(prompt) - {"prompt_token_ids", "prompt", "images"}:
@@ -188,31 +236,6 @@ class LLM:
                 f"a prompt is {type(prompt).__name__}; give a string, token ids or {{'prompt_token_ids': [...]}}"
             )
         return self._state([int(i) for i in prompt], images)
-
-    def _steps(self, running: list[Running]) -> Iterator[tuple[int, Delta]]:
-        """Run until every request has finished: each step prefills chunks and decodes together."""
-        lengths = [r.longest for r in running]
-        runner = Runner(self.model, lengths, min(FORWARD_TOKENS, max(lengths, default=1)), backend=self.backend)
-        slots = [runner.open(r.state) for r in running]
-        active = list(range(len(running)))
-        while active:
-            work, budget = [], FORWARD_TOKENS
-            for i in active:
-                n = min(len(running[i].state.tokens) - running[i].state.computed, budget)
-                if n:
-                    work.append((i, n))
-                    budget -= n
-            forwarded = [(slots[i], n) for i, n in work]
-            hidden = runner.forward(forwarded)
-            ends = torch.tensor([n for _, n in work]).cumsum(0) - 1
-            logits = runner.logits(hidden[ends.to(hidden.device)])
-            runner.check_finite(logits, forwarded, "generate")
-            for (i, _), line in zip(work, logits, strict=True):
-                if running[i].state.computed == len(running[i].state.tokens):
-                    yield i, running[i].advance(line)
-                    if running[i].output.finish_reason is not None:
-                        runner.close(slots[i])
-                        active.remove(i)
 
     # -- shared ----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finback.base.runtime import ConfigError, RequestError, nearest
+from finback.base.runtime import ConfigError, FinbackError, RequestError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,43 +206,58 @@ def json_logprob(value: float) -> float | None:
 
 @dataclass
 class RequestOutput:
-    """A finished (or running) request. finish_reason: "stop" (end of sequence, stop string or id), "length"
-    (max_tokens or the model's last position), None while it runs."""
+    """A finished (or running) request.
+
+    finish_reason: "stop" (end of sequence, stop string or id), "length" (max_tokens or the model's last position),
+    "abort" (given up by whoever asked), "error" (see `error`; what came before it stands), None while it runs.
+    cached_tokens: tokens of the prompt that the prefix cache had.
+    """
 
     prompt_token_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] | None = None
+    request_id: str = ""
+    cached_tokens: int = 0
+    error: FinbackError | None = None
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to a request: the text that became certain, and the ids."""
+    """What one step added to a request: the text that became certain, and the ids (several where drafts were accepted,
+    with one entry of `logprobs` each where they are wanted)."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: FinbackError | None = None
 
 
 @dataclass
 class SequenceState:
     """One sequence on its way through the model. `computed` of its tokens have their rows in the store.
 
-    types: per token, -1 text and >= 0 image span; None = all text. images: opaque to this module. pages: page numbers
-    by page class.
+    types: per token of the prompt, -1 text and >= 0 image span; None = all text, as generated tokens always are.
+    images: opaque to this module.
     """
 
     tokens: list[int]
     types: list[int] | None = None
     images: Sequence[Any] = ()
     computed: int = 0
-    pages: dict[str, list[int]] = field(default_factory=dict)
+
+    def types_of(self, start: int, count: int) -> list[int] | None:
+        """Types of `count` tokens from position `start` on, drafts included; None = all text."""
+        if self.types is None or start >= len(self.types):
+            return None
+        types = self.types[start : start + count]
+        return types + [-1] * (count - len(types))
 
     def context(self, end: int, reach: int) -> list[int]:
         """The `reach` token ids before position `end`, image tokens as -1."""
         start = max(0, end - reach)
         ids = self.tokens[start:end]
-        if self.types is None:
-            return ids
-        return [-1 if kind >= 0 else i for i, kind in zip(ids, self.types[start:end], strict=True)]
+        types = self.types_of(start, len(ids))
+        return ids if types is None else [-1 if kind >= 0 else i for i, kind in zip(ids, types, strict=True)]

@@ -1,8 +1,10 @@
-"""Runs a model on sequences: builds the batch, keeps the row store, finds where non-finite values come from."""
+"""Runs packed forwards of one model on paged rows: makes batches from sequences, finds where non-finite values start."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,74 +13,127 @@ from torch import Tensor
 
 from finback import kernels
 from finback.base.runtime import NonFiniteError
-from finback.engine.blocks import Pages, PageTable
+from finback.engine.blocks import Pages
+from finback.engine.drafters import Drafter
 from finback.engine.request import SequenceState
-from finback.nn.rows import Chunk, ForwardBatch, PagedRows, page_class
+from finback.engine.scheduler import Slot as Slot
+from finback.engine.verify import Drafted
+from finback.nn.rows import Chunk, ForwardBatch, PagedRows, RowGroup, page_class
 from finback.nn.tape import Tape
 
 
-@dataclass
-class Slot:
-    """A sequence in the runner: its state, its pages, and the embedding rows of its images once computed."""
+@dataclass(eq=False)
+class Work:
+    """Tokens of one sequence in a forward: its next `count` known ones, then drafts."""
 
-    state: SequenceState
-    table: PageTable
-    image_rows: list[tuple[int, Tensor]] | None = None
+    slot: Slot
+    count: int
+    drafted: Drafted | None = None
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        return self.drafted.tokens if self.drafted is not None else ()
+
+    @property
+    def wanted(self) -> int:
+        """Last rows whose logits are wanted: none while known tokens are left, else one and one per draft."""
+        return 1 + len(self.drafts) if self.count == self.slot.pending else 0
+
+    @property
+    def size(self) -> int:
+        return self.count + len(self.drafts)
 
 
 class Runner:
     """One model with one paged row store.
 
     lengths: most tokens of each sequence that will be held at once; chunk: most tokens a forward adds to one of them.
+    counts: pages by class instead, the hole included. deterministic: see `kernels.deterministic`.
     """
 
     def __init__(
-        self, model: Any, lengths: Sequence[int], chunk: int, *, backend: str = "auto", page_tokens: int | None = None
+        self,
+        model: Any,
+        lengths: Sequence[int],
+        chunk: int,
+        *,
+        backend: str = "auto",
+        page_tokens: int | None = None,
+        counts: Mapping[str, int] | None = None,
+        deterministic: bool = False,
     ):
-        self.model, self.backend = model, backend
+        self.model, self.backend, self.deterministic = model, backend, deterministic
         groups = model.row_groups()
         page_tokens = page_tokens or default_page_tokens(groups)
-        windows = {page_class(g): g.window for g in groups}
-        counts = Pages.enough(lengths, chunk, windows, page_tokens)
+        windows = page_windows(groups)
+        counts = counts or Pages.enough(lengths, chunk, windows, page_tokens)
         self.pages = Pages(counts, windows, page_tokens)
         self.device = next(model.parameters()).device
         self.store = PagedRows(groups, counts, page_tokens=page_tokens, dtype=model.dtype, device=self.device)
+        self.drafter: Drafter | None = None
 
     def open(self, state: SequenceState) -> Slot:
-        return Slot(state, PageTable())
+        return Slot(state)
 
     def close(self, slot: Slot) -> None:
         self.pages.release(slot.table)
 
-    @torch.inference_mode()
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[None]:
+        """The kernels that this runner's model is to use."""
+        with kernels.backend(self.backend), kernels.deterministic(self.deterministic), torch.inference_mode():
+            yield
+
     def forward(self, work: Sequence[tuple[Slot, int]], tape: Tape | None = None) -> Tensor:
         """Run the next `n` tokens of each slot and return hidden states [T, D], T = sum of n. The new tokens count as
         computed afterwards, and pages behind windows are recycled."""
-        with kernels.backend(self.backend):
-            batch = self.batch(work, tape)
+        for slot, n in work:
+            self.pages.extend(slot.table, slot.state.computed + n)
+        with self.settings():
+            batch = self.batch([Work(slot, n) for slot, n in work], tape)
             hidden = self.model(batch, self.store.view(batch))
         for slot, n in work:
             slot.state.computed += n
             self.pages.recycle(slot.table, slot.state.computed)
         return hidden
 
-    @torch.inference_mode()
+    def step(self, work: Sequence[Work], tape: Tape | None = None) -> Tensor:
+        """Run `work`, whose pages are there, and return the wanted logits [n, V], float32 (float64), in its order.
+        Nothing counts as computed yet. Raises NonFiniteError where selecting rows met NaN."""
+        with self.settings():
+            batch = self.batch(work, tape)
+            view = self.store.view(batch)
+            result = self.model.backbone(batch, view) if hasattr(self.model, "backbone") else self.model(batch, view)
+            hidden = result if isinstance(result, Tensor) else result.hidden
+            if self.drafter is not None:
+                self.drafter.observe(result, view)
+            rows, end = [], 0
+            for w, count in zip(work, returned_rows(batch, len(hidden)), strict=True):
+                end += count
+                rows += range(end - w.wanted, end)
+            picked = hidden if len(rows) == len(hidden) else hidden[torch.tensor(rows, dtype=torch.int64).to(self.device)]
+            return self.model.logits(picked) if rows else hidden.new_empty(0, self.model.vocab_size)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, D] -> [n, V] float32 (float64)."""
-        with kernels.backend(self.backend):
+        with self.settings():
             return self.model.logits(hidden)
 
-    def batch(self, work: Sequence[tuple[Slot, int]], tape: Tape | None = None) -> ForwardBatch:
-        """The packed tokens of `work`, with pages for them."""
+    def batch(self, work: Sequence[Work], tape: Tape | None = None) -> ForwardBatch:
+        """The packed tokens of `work`."""
         chunks, inserted, offset = [], [], 0
-        for slot, n in work:
-            state, start = slot.state, slot.state.computed
-            self.pages.extend(slot.table, start + n)
-            types = state.types[start : start + n] if state.types is not None else None
+        for w in work:
+            slot, state, start = w.slot, w.slot.state, w.slot.state.computed
+            self.pages.check_writable(slot.table, start, start + w.size)
+            ids = state.tokens[start : start + w.count]
+            if w.drafts:
+                ids += w.drafts
+            types = state.types_of(start, w.size)
             context = state.context(start, self.model.lookback)
-            chunks.append(Chunk(state.tokens[start : start + n], start, context, types, slot.table.pages))
-            inserted += self._image_rows(slot, start, n, offset)
-            offset += n
+            chunks.append(Chunk(ids, start, context, types, slot.table.pages, slot.exact_from))
+            if state.images:
+                inserted += self._image_rows(slot, start, w.count, offset)
+            offset += w.size
         rows = None
         if inserted:
             index = torch.cat([torch.arange(at, at + len(part)) for at, part in inserted]).to(self.device)
@@ -103,32 +158,55 @@ class Runner:
         `forward` just ran; it is run again with a trace, over the same rows."""
         if bool(logits.isfinite().all()):
             return
-        tape = Tape(trace=True)
         for slot, n in work:
             slot.state.computed -= n
-        self.forward(work, tape)
+        raise NonFiniteError(self.diagnose([Work(slot, n) for slot, n in work], what))
+
+    def diagnose(self, work: Sequence[Work], what: str) -> str:
+        """Run `work` once more and say where its first non-finite value is."""
+        tape = Tape(trace=True)
+        # Selecting rows by NaN scores raises; what was noted before it is what counts.
+        with contextlib.suppress(NonFiniteError), self.settings():
+            batch = self.batch(work, tape)
+            self.model(batch, self.store.view(batch))
         bad = [
             name for name, value in tape.seen.items() if value.is_floating_point() and not bool(value.isfinite().all())
         ]
         where = f"first in {bad[0]}" if bad else "after the last layer"
-        raise NonFiniteError(
+        return (
             f"{what}: the model computed NaN or infinity ({where}); no text is made from it. "
             "Check that layer's weights, or run with dtype='float32'"
         )
 
 
-def default_page_tokens(groups: Sequence[Any]) -> int:
+def returned_rows(batch: ForwardBatch, returned: int) -> list[int]:
+    """Hidden states of each chunk among the `returned` ones: a model may leave out what lies before `exact_from`."""
+    if returned == len(batch):
+        return batch.lengths
+    ends = zip(batch.chunks, batch.ends, strict=True)
+    counts = [max(0, end - max(c.start, c.exact_from)) for c, end in ends]
+    assert sum(counts) == returned, (counts, returned)
+    return counts
+
+
+def page_windows(groups: Sequence[RowGroup]) -> dict[str, int | None]:
+    """Page class -> its window."""
+    return {page_class(g): g.window for g in groups}
+
+
+def default_page_tokens(groups: Sequence[RowGroup]) -> int:
     """64 tokens, rounded up to a multiple of every stride."""
-    unit = 1
-    for group in groups:
-        unit = unit * group.stride // _gcd(unit, group.stride)
+    unit = math.lcm(*(g.stride for g in groups))
     return -(-64 // unit) * unit
 
 
-def _gcd(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
+def page_bytes(groups: Sequence[RowGroup], page_tokens: int, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of a page by class."""
+    sizes = dict.fromkeys(page_windows(groups), 0)
+    for g in groups:
+        kind = torch.promote_types(dtype, torch.float32) if g.full_precision else dtype
+        sizes[page_class(g)] += len(g.layers) * g.width * (page_tokens // g.stride) * kind.itemsize
+    return sizes
 
 
 def replay_slice(replay: Mapping[str, Sequence[Tensor]], parts: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:

@@ -1,48 +1,66 @@
-"""One request while it runs: picks its tokens, turns them into text, knows when to stop."""
+"""One request while it runs: takes its tokens in, turns them into text, knows when to stop."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections import deque
 
-from finback.engine import sampler
-from finback.engine.request import Delta, RequestOutput, SamplingParams, SequenceState
+from finback.base.runtime import FinbackError
+from finback.engine.request import Delta, RequestOutput, SamplingParams
+from finback.engine.scheduler import Slot
 from finback.engine.stops import StopStrings
+from finback.engine.verify import Picker, Verified
 from finback.io.text import Detokenizer, Tokenizer
 
 
 class Running:
-    """state: its tokens, the prompt first. longest: the most tokens it can ever have."""
+    """slot: its sequence. picker: picks its tokens. longest: the most tokens that the sequence can have. deltas: what
+    steps added, for whoever takes them out. arrived, last_time: clock at its arrival and its last token."""
 
-    def __init__(self, state: SequenceState, params: SamplingParams, tokenizer: Tokenizer | None, max_positions: int):
-        self.state, self.params = state, params
-        self.output = RequestOutput(list(state.tokens), logprobs=None if params.logprobs is None else [])
-        self.longest = min(len(state.tokens) + params.max_tokens, max_positions)
+    def __init__(
+        self, request_id: str, slot: Slot, params: SamplingParams, picker: Picker, tokenizer: Tokenizer | None, longest: int
+    ):
+        self.request_id, self.slot, self.params, self.picker = request_id, slot, params, picker
+        self.output = RequestOutput(
+            list(slot.state.tokens), logprobs=None if params.logprobs is None else [], request_id=request_id
+        )
+        self.longest = min(len(slot.state.tokens) + params.max_tokens, longest)
+        self.deltas: deque[Delta] = deque()
+        self.arrived = self.last_time = 0.0
         self._text = Detokenizer(tokenizer, skip_special=True) if tokenizer is not None else None
-        self._stops = StopStrings(params.stop)
+        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._stop_ids = set(params.stop_token_ids)
         if tokenizer is not None and not params.ignore_eos:
             self._stop_ids |= set(tokenizer.eos_ids)
-        self._generator = torch.Generator()
-        if params.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(params.seed)
 
-    def advance(self, logits: Tensor) -> Delta:
-        """Pick the next token from logits [V] and take it in."""
-        token = sampler.pick(logits, self.params, self._generator)
-        out = self.output
-        if out.logprobs is not None:
-            out.logprobs.append(sampler.logprobs(logits, token, self.params.logprobs or 0))
-        self.state.tokens.append(token)
-        out.token_ids.append(token)
-        text = self._stops.push(self._text.push(token)) if self._text is not None else ""
-        if token in self._stop_ids or self._stops.matched is not None:
-            out.finish_reason = "stop"
-        elif len(self.state.tokens) >= self.longest:
-            out.finish_reason = "length"
+    @property
+    def most_drafts(self) -> int:
+        """Drafts that can be of use: one token is picked after them."""
+        return self.longest - len(self.slot.state.tokens) - 1
+
+    def advance(self, verified: Verified) -> Delta:
+        """Take in verified tokens up to the one that ends the request; what follows it never existed."""
+        out, text, taken = self.output, "", []
+        for token in verified.tokens:
+            self.slot.state.tokens.append(token)
+            taken.append(token)
+            text += self._stops.push(self._text.push(token)) if self._text is not None else ""
+            if token in self._stop_ids or self._stops.matched is not None:
+                out.finish_reason = "stop"
+            elif len(self.slot.state.tokens) >= self.longest:
+                out.finish_reason = "length"
+            if out.finish_reason is not None:
+                break
         if out.finish_reason is not None and self._text is not None:
             text += self._stops.push(self._text.finish()) + self._stops.finish()
+        out.token_ids += taken
         out.text += text
-        return Delta(text, (token,), out.finish_reason)
+        logprobs = None
+        if out.logprobs is not None and verified.logprobs is not None:
+            logprobs = tuple(verified.logprobs[: len(taken)])
+            out.logprobs += logprobs
+        return Delta(text, tuple(taken), out.finish_reason, logprobs)
+
+    def fail(self, error: FinbackError) -> Delta:
+        """End the request with an error."""
+        self.output.finish_reason, self.output.error = "error", error
+        return Delta("", (), "error", error=error)

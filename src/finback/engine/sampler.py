@@ -1,55 +1,115 @@
-"""From logits to one token: temperature, top-k, top-p, min-p, and a draw that depends on the request alone."""
+"""From logits to tokens: the distribution that a request asks for, and draws that depend on the request alone.
+
+Random numbers are counted, not consumed. A draw has a key, made of the request's seed, a purpose and one or two
+counters (such as the position in the output); the key starts a splitmix64 stream, and token id i owns the stream's i-th
+number. So a draw does not depend on what was drawn before, on neighbours, on the device, or on the order of work.
+
+A token is drawn by a race: token x of probability p(x) arrives after -log(u(x)) / p(x), and the first one wins, which
+is x with probability p(x). Two distributions that race with the same numbers mostly have the same winner; that is what
+the "coupled" rule of speculative decoding uses (verify.py).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from finback.engine.request import SamplingParams, TokenLogprobs
 
+GREEDY_BELOW = 1e-5  # a smaller temperature means 0: beyond it only ties are left to chance
 
-def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
-    """[..., V] logits -> float64 probabilities after temperature, top-k, top-p and min-p, in that order.
+TOKEN, ACCEPT, DRAFT = 1, 2, 3
+"""Purposes of a draw: a token of the output, whether a draft is accepted, a draft."""
 
-    A token is kept by top-p while the likelier ones hold less than `top_p`; ties at a border are all kept.
-    temperature 0 gives the one-hot distribution of the likeliest token (ties: the lowest id).
+_WORD = 2**64 - 1
+_STEP = 0x9E3779B97F4A7C15  # splitmix64's increment and multipliers
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether the likeliest token is picked, without a draw."""
+    return params.temperature < GREEDY_BELOW
+
+
+def distribution(lines: Tensor, params: SamplingParams) -> Tensor:
+    """Logits [..., V] -> float64 probabilities after temperature, min-p, top-k and top-p, in that order.
+
+    top-p keeps a token while the likelier ones hold less than `top_p` of what min-p and top-k left. Ties at a border
+    are all kept. Logits of -inf have probability 0; one at least must be finite. `params` must not be greedy.
     """
-    logits = logits.double()
-    if params.temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    probs = torch.softmax(logits / max(params.temperature, 1e-5), dim=-1)
+    probs = torch.softmax(lines.double() / params.temperature, dim=-1)
+    if params.min_p > 0:
+        probs = probs.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), 0)
     if 0 < params.top_k < probs.shape[-1]:
         border = probs.topk(params.top_k, dim=-1).values[..., -1:]
         probs = probs.masked_fill(probs < border, 0)
     if params.top_p < 1:
         ordered = probs.sort(dim=-1, descending=True).values
-        ordered = ordered / ordered.sum(-1, keepdim=True)
-        kept = ordered.cumsum(-1) - ordered < params.top_p
-        border = probs.sort(dim=-1, descending=True).values.masked_fill(~kept, float("inf")).amin(-1, keepdim=True)
+        before = ordered.cumsum(-1) - ordered
+        kept = before < params.top_p * ordered.sum(-1, keepdim=True)
+        border = ordered.masked_fill(~kept, float("inf")).amin(-1, keepdim=True)
         probs = probs.masked_fill(probs < border, 0)
-    if params.min_p > 0:
-        probs = probs.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), 0)
     return probs / probs.sum(-1, keepdim=True)
 
 
-def draw(probs: Tensor, generator: torch.Generator) -> int:
-    """One index of the float64 distribution [V], by inverting its cumulative sum at one uniform number."""
-    edges = probs.cumsum(-1)
-    u = torch.rand((), generator=generator, dtype=torch.float64) * edges[-1].cpu()
-    picked = int(torch.searchsorted(edges, u.to(edges.device), right=True))
-    return min(picked, int(probs.nonzero()[-1]))  # u may round up to the last edge
+def draw_key(seed: int, purpose: int, first: int, second: int = 0) -> int:
+    """The key of a draw: a signed 64-bit integer that depends on all of its arguments."""
+    key = 0
+    for part in (seed, purpose, first, second):
+        key = _mix_int(key + _mix_int(part + _STEP))
+    return key - 2**64 if key >= 2**63 else key
 
 
-def pick(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> int:
-    """The next token id from logits [V]."""
-    if params.temperature == 0:
-        return int(logits.argmax())
-    return draw(distribution(logits, params), generator)
+def uniform(keys: Tensor, ids: Tensor) -> Tensor:
+    """Number `ids` of the streams `keys` (int64, broadcast against each other): float64 in (0, 1)."""
+    bits = _mix((ids + 1) * _signed(_STEP) + keys)
+    return (_shift(bits, 12).double() + 0.5) * 2.0**-52  # 52 bits: with one more, 1 - 2**-54 would round to 1
 
 
-def logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
-    """The log probability of `token` and of the `count` likeliest ones, from logits [V] before any sampling setting."""
-    lines = torch.log_softmax(logits.double(), dim=-1)
-    values, ids = lines.topk(min(count, len(lines)))
-    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(token, float(lines[token]), top)
+def race(probs: Tensor, keys: Tensor) -> Tensor:
+    """One token of each distribution: probs [n, V] float64, keys [n] int64 -> [n] int64. Needs no normalisation."""
+    ids = torch.arange(probs.shape[1], device=probs.device)
+    arrivals = -uniform(keys.to(probs.device).unsqueeze(1), ids).log() / probs
+    return arrivals.argmin(dim=1)  # a token of probability 0 arrives at infinity
+
+
+def logprobs(lines: Tensor, token: int, count: int) -> TokenLogprobs:
+    """The log probability of `token` and of the `count` likeliest ones. lines: [V] log probabilities."""
+    top: list[tuple[int, float]] = []
+    if count:
+        border = lines.topk(min(count, len(lines))).values[-1]
+        ids = (lines >= border).nonzero().squeeze(1)
+        pairs = zip(ids.tolist(), lines[ids].tolist(), strict=True)
+        top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]
+    return TokenLogprobs(token, float(lines[token]), tuple(top))
+
+
+def key_tensor(keys: Sequence[int]) -> Tensor:
+    """[n] int64."""
+    return torch.tensor(keys, dtype=torch.int64)
+
+
+def _mix_int(value: int) -> int:
+    """splitmix64's output function, on 64 bits."""
+    value &= _WORD
+    value = ((value ^ (value >> 30)) * _FIRST) & _WORD
+    value = ((value ^ (value >> 27)) * _SECOND) & _WORD
+    return value ^ (value >> 31)
+
+
+def _mix(value: Tensor) -> Tensor:
+    """`_mix_int` of int64 tensors, which multiply modulo 2**64."""
+    value = (value ^ _shift(value, 30)) * _signed(_FIRST)
+    value = (value ^ _shift(value, 27)) * _signed(_SECOND)
+    return value ^ _shift(value, 31)
+
+
+def _shift(value: Tensor, count: int) -> Tensor:
+    """Shift right, filling with zeros (torch's own shift keeps the sign)."""
+    return (value >> count) & (2 ** (64 - count) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 class StopStrings:
     """Lets text through up to the first stop string, holding back what may still become one.
 
-    The text given out never contains a stop string or anything after it, whatever pieces it came in.
+    The text given out never contains a stop string (but its end where `include` keeps it) or anything after it, whatever
+    pieces it came in.
     """
 
-    def __init__(self, stops: Sequence[str]):
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], *, include: bool = False):
+        self._stops, self._include = tuple(stops), include
         self._held = ""
         self.matched: str | None = None
 
@@ -24,7 +25,7 @@ class StopStrings:
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             at, self.matched = min(found, key=lambda pair: pair[0])
-            out, self._held = self._held[:at], ""
+            out, self._held = self._held[: at + len(self.matched) * self._include], ""
             return out
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep

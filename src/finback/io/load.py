@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from finback.base.formats import Format
 from finback.base.runtime import ConfigError, nearest
 from finback.io.checkpoint import Checkpoint, load_weight
-from finback.io.completeness import verify
+from finback.io.completeness import Report, verify
 from finback.io.text import Tokenizer, load_token_map
 from finback.models.base import Model, TensorSpec, compute_dtype, family
 from finback.nn.linear import prepare
@@ -36,6 +36,17 @@ def check_rounding(rounding: str | None) -> bool | None:
     return None if rounding is None else rounding == "released"
 
 
+def skeleton(config: Mapping[str, Any], *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Model:
+    """The model of a parsed config.json on the "meta" device: its weight table and nothing in memory. Raises ConfigError."""
+    with torch.device("meta"):
+        return family(config).from_config(config, dtype=dtype, **options)
+
+
+def completeness(ckpt: Checkpoint, model: Model) -> Report:
+    """What the checkpoint's headers say against the model's weight table."""
+    return verify(ckpt, [spec for spec, _ in model.weights()], model.ignored)
+
+
 def load_model(
     where: str | Path | Checkpoint,
     *,
@@ -57,10 +68,8 @@ def load_model(
     """
     ckpt = where if isinstance(where, Checkpoint) else Checkpoint.open(where)
     dtype = default_dtype(ckpt.config) if dtype is None else compute_dtype(dtype)
-    build = family(ckpt.config).from_config
-    with torch.device("meta"):
-        model = build(ckpt.config, dtype=dtype, rounding=check_rounding(rounding), trainable=trainable)
-    report = verify(ckpt, [spec for spec, _ in model.weights()], model.ignored)
+    model = skeleton(ckpt.config, dtype=dtype, rounding=check_rounding(rounding), trainable=trainable)
+    report = completeness(ckpt, model)
     report.raise_if_bad()
     model.to_empty(device=device)
     _fill(model, ckpt, report.formats, progress)

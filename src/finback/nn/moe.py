@@ -45,6 +45,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor, is_image: Tensor | None, tape: Tape, name: str) -> tuple[Tensor, Tensor]:
         """x [T, D], is_image [T] bool or None -> weights [T, K] float32/64, experts [T, K] int64 (best first)."""
         scores = kernels.router_scores(kernels.linear(x, self.weight, dtype=kernels.accumulator(x.dtype)), self.score)
+        tape.keep(f"{name}.router_scores", lambda: scores)
         experts = tape.choose(f"{name}.experts", lambda: self.pick(scores, is_image))
         weights = scores.gather(1, experts)
         if self.normalise:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from finback import kernels
 from finback.nn.tape import Tape
 
 
@@ -196,7 +197,7 @@ class RowView(Protocol):
 
     def window(self, group: str) -> Tensor:
         """[T, w] int64: physical rows of the last `window` rows up to and including each token, newest last, -1 = none.
-        w = min(window, longest sequence)."""
+        w = min(window, longest sequence), or `window` under `kernels.deterministic`."""
         ...
 
     def sequence(self, group: str, table: Tensor, b: int) -> Tensor:
@@ -206,7 +207,8 @@ class RowView(Protocol):
 
 def _window_rows(batch: ForwardBatch, width: int) -> Tensor:
     """[T, w] row numbers of a stride-1 window, -1 before the sequence's start."""
-    width = min(width, max(batch.ends, default=0))
+    if not kernels.is_deterministic():  # there, the width must not depend on the longest sequence
+        width = min(width, max(batch.ends, default=0))
     back = torch.arange(1 - width, 1, device=batch.device)
     return (batch.positions.unsqueeze(1) + back).clamp_(min=-1)
 
@@ -302,6 +304,11 @@ class PagedRows:
 
     def view(self, batch: ForwardBatch) -> PagedView:
         return PagedView(self, batch)
+
+    def clear(self) -> None:
+        """Set every row to zeros."""
+        for table in self.tables.values():
+            table.zero_()
 
     def nbytes(self) -> int:
         """Bytes of all tables."""

@@ -7,20 +7,34 @@ back (replay), so that the rest can be compared. With `trace` it also keeps the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
 
 
 class Tape:
     """replay: name -> choices of this batch's tokens, used instead of computing them. record: keep choices in `.seen`.
-    trace: keep noted tensors there too. Names: "layer3.selected", "layer3.experts", "layer3.stream", ..."""
+    trace: keep noted tensors there too. Names: "layer3.selected", "layer3.experts", "layer3.stream", ...
 
-    def __init__(self, replay: Mapping[str, Tensor] | None = None, *, record: bool = False, trace: bool = False):
+    For training, terms: kinds of tensors to keep in `.kept` with their gradient, for losses beside the logits'
+    ("router_scores", "indexer_kl"). queries: [n] int64, the tokens that indexers are taught on, None = all.
+    """
+
+    def __init__(
+        self,
+        replay: Mapping[str, Tensor] | None = None,
+        *,
+        record: bool = False,
+        trace: bool = False,
+        terms: Collection[str] = (),
+        queries: Tensor | None = None,
+    ):
         self.replay = replay or {}
         self.record = record or trace
         self.trace = trace
+        self.terms, self.queries = terms, queries
         self.seen: dict[str, Tensor] = {}
+        self.kept: dict[str, Tensor] = {}
 
     def choose(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """The replayed choice of that name if there is one, else what `compute()` returns."""
@@ -35,6 +49,12 @@ class Tape:
         """Keep `value` (detached) under `name` when tracing."""
         if self.trace:
             self.seen[name] = value.detach()
+
+    def keep(self, name: str, compute: Callable[[], Tensor]) -> None:
+        """Keep `compute()` under `name` ("layer3.indexer_kl") where such a term is wanted. A layer that is recomputed in
+        the backward pass replaces what its forward left here by equal values."""
+        if name.rsplit(".", 1)[1] in self.terms:
+            self.kept[name] = compute()
 
 
 class Trace(dict[str, Tensor]):

@@ -14,8 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from finback.base.formats import FORMATS, Format
+from finback.base.runtime import ConfigError
 from finback.io.checkpoint import Checkpoint
 from finback.io.completeness import fits, verify
+from finback.io.load import completeness, skeleton
 from finback.io.safetensors_file import TensorInfo
 from finback.models.base import TensorSpec
 
@@ -92,15 +94,23 @@ class Inspection:
 def inspect(where: str | Path, specs: Iterable[TensorSpec] | None = None, largest: int = 10) -> Inspection:
     """Look at the headers of a checkpoint folder or hub id; no weight is read.
 
-    With `specs` (the model's table) roles and formats are the table's and `problems` lists what does not fit; without
-    it roles come from name patterns and formats from the dtypes and shapes of data and scale ("a or b" where several
-    fit). Raises CheckpointError as `Checkpoint.open`.
+    specs: the weight table to compare with; None takes the one of the family that config.json names. With a table,
+    roles and formats are the table's and `problems` lists what does not fit. Without one (`checked` is False, and
+    `problems` says why) roles come from name patterns and formats from the dtypes and shapes of data and scale ("a or
+    b" where several fit). Raises CheckpointError as `Checkpoint.open`.
     """
     ckpt = Checkpoint.open(where)
-    table = None if specs is None else list(specs)
-    report = None if table is None else verify(ckpt, table)
+    report, table, trouble = None, list(specs or ()), []
+    try:
+        if specs is not None:
+            report = verify(ckpt, table)
+        else:
+            model = skeleton(ckpt.config)
+            report, table = completeness(ckpt, model), [spec for spec, _ in model.weights()]
+    except ConfigError as error:
+        trouble = [f"not compared with a model: {error}"]
     recognised = {} if report is None else report.formats
-    by_name = {spec.name: spec for spec in table or ()}
+    by_name = {spec.name: spec for spec in table}
     scales = _scales(ckpt.tensors, by_name)
     scale_names = set(scales.values())
     weights = [
@@ -122,7 +132,7 @@ def inspect(where: str | Path, specs: Iterable[TensorSpec] | None = None, larges
         by_format=_by_size(by_format),
         largest=sorted(weights, key=lambda weight: -weight.nbytes)[:largest],
         checked=report is not None,
-        problems=report.lines() if report is not None else [],
+        problems=report.lines() if report is not None else trouble,
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from finback.base.runtime import NonFiniteError
+from finback.kernels.torch import fixed
 from finback.kernels.torch.quant import straight_through
 
 _BLOCK = 1 << 22
@@ -77,7 +78,7 @@ def _released_average(logits: Tensor, values: Tensor, sink: Tensor, spans: Seque
 
     REF: the kernel walks its list of rows in runs of `_RUN` with a running maximum, and multiplies rows by weights in
     bf16. A weight is therefore rounded relative to the highest logit up to its own run; their sum is not rounded.
-    logits: [T, H, K], -inf = none; sink: [1, H, 1]; spans: (first, end) place in that list of each part of the K columns.
+    logits: [T, H, K], -inf = none; sink: [1, H, 1]; spans: (first, end) place in that list of each part of the columns.
     """
     runs = logits.unsqueeze(2) if spans[-1][1] <= _RUN else _in_runs(logits, spans)  # [T, H, R, _RUN]
     # Detached: the result does not depend on the peaks but for rounding. The floor keeps -inf - peak from being NaN.
@@ -98,7 +99,7 @@ def _released_average(logits: Tensor, values: Tensor, sink: Tensor, spans: Seque
 def _in_runs(logits: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Columns at their places in the released list, in runs: [T, H, K] -> [T, H, R, _RUN], -inf elsewhere."""
     parts, at = [], 0
-    for (part, (first, end)) in zip(logits.split([b - a for a, b in spans], dim=2), spans, strict=True):
+    for part, (first, end) in zip(logits.split([b - a for a, b in spans], dim=2), spans, strict=True):
         parts.append(F.pad(part, (first - at, 0), value=float("-inf")))
         at = end
     return F.pad(torch.cat(parts, dim=2), (0, -at % _RUN), value=float("-inf")).unflatten(2, (-1, _RUN))
@@ -123,6 +124,8 @@ def _bias(index: Tensor, dtype: torch.dtype) -> Tensor:
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     acc = accumulator(q.dtype)
+    if fixed.deterministic.get():
+        return _index_scores_fixed(q.to(acc), weights.to(acc).unsqueeze(1), keys.to(acc))
     tokens, heads, width = q.shape
     keys = keys.to(acc).t()
     out = [
@@ -133,6 +136,15 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
         for b in _token_blocks(tokens, heads * keys.shape[1])
     ]
     return torch.cat(out) if len(out) != 1 else out[0]
+
+
+def _index_scores_fixed(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """`index_scores` with one product of a fixed shape per token and block of keys."""
+    parts = []
+    for block in fixed.pad_rows(keys, fixed.COLUMNS).split(fixed.COLUMNS):
+        heads = torch.bmm(q, block.t().expand(len(q), -1, -1)).relu_()
+        parts.append(torch.bmm(weights, heads).squeeze(1))
+    return torch.cat(parts, dim=1)[:, : len(keys)]
 
 
 def index_scores_at(q: Tensor, weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
@@ -154,7 +166,7 @@ def top_rows(scores: Tensor, k: int, visible: Tensor) -> Tensor:
         return torch.where(hidden, -1, columns)
     scores = scores.masked_fill(hidden, float("-inf"))
     border = scores.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
-    picked = scores >= border
+    picked = (scores < border).logical_not_()  # a row with NaN has too many picks then, never too few
     if int(picked.sum()) != tokens * k:  # ties at the border: the lowest positions win
         above = scores > border
         tied = scores == border

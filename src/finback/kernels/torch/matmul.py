@@ -1,8 +1,9 @@
 """Products with weights in torch.
 
 On a CPU without native bf16 products, torch multiplies bf16 matrices an order of magnitude below the machine's rate,
-and never returns the float32 sums. `pack_linear` therefore keeps a weight whose values are exact in float16 (every decoded
-FP8/FP4 weight, and almost every bf16 one) in FBGEMM's packed float16 form: half the bytes of float32, float32 sums.
+and never returns the float32 sums. `pack_linear` therefore keeps a weight whose values are exact in float16 (every
+decoded FP8/FP4 weight, almost every bf16 one) in FBGEMM's packed float16 form: half the bytes of float32, float32 sums.
+Other weights, and those so small that FBGEMM's cost per call outweighs their bytes, become float32.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from finback.kernels.torch import fixed
+
+_SMALL = 1 << 18  # values; measured: one row times 256 x 1024 takes as long in either form
+
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [n, k] for `packed_linear`: FBGEMM's opaque form of weight / scale. scale: [1] float32, a power of two;
-    None means 1."""
+    """A weight [n, k] for `packed_linear`. data: a float32 matrix, or FBGEMM's opaque form of weight / scale.
+    scale: [1] float32, a power of two; None means 1."""
 
     data: Any
     scale: Tensor | None
@@ -35,12 +40,13 @@ def can_pack() -> bool:
 def pack_linear(weight: Tensor) -> PackedWeight | None:
     if not (can_pack() and weight.is_cpu and weight.dtype == torch.bfloat16 and weight.numel()):
         return None
-    for scale in (1.0, _scale_for_half(weight)):
-        wide = weight.detach().float() / scale
-        if torch.equal(wide.half().float(), wide):
-            data = torch.ops.quantized.linear_prepack_fp16(wide, None)
-            return PackedWeight(data, None if scale == 1.0 else torch.tensor([scale]), tuple(weight.shape))
-    return None
+    shape, wide = tuple(weight.shape), weight.detach().float()
+    for scale in (1.0, _scale_for_half(weight)) if weight.numel() > _SMALL else ():
+        scaled = wide if scale == 1.0 else wide / scale
+        if torch.equal(scaled.half().float(), scaled):
+            data = torch.ops.quantized.linear_prepack_fp16(scaled, None)
+            return PackedWeight(data, None if scale == 1.0 else torch.tensor([scale]), shape)
+    return PackedWeight(wide, None, shape)
 
 
 def _scale_for_half(weight: Tensor) -> float:
@@ -50,14 +56,23 @@ def _scale_for_half(weight: Tensor) -> float:
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, dtype: torch.dtype | None = None) -> Tensor:
-    # The scale goes into x, the smaller side, in the operation that widens it: exact, since it is a power of two.
-    wide = x.float() if weight.scale is None else x * weight.scale
-    y = torch.ops.quantized.linear_dynamic_fp16(wide, weight.data)
+    if weight.scale is not None:
+        wide = x * weight.scale  # exact, on the smaller side, and in the operation that widens
+    else:
+        wide = x if x.dtype == torch.float32 else x.float()
+    if isinstance(weight.data, Tensor):
+        y = linear(wide, weight.data)
+    elif fixed.deterministic.get():
+        y = fixed.packed_rows(wide, lambda rows: torch.ops.quantized.linear_dynamic_fp16(rows, weight.data))
+    else:
+        y = torch.ops.quantized.linear_dynamic_fp16(wide, weight.data)
     dtype = x.dtype if dtype is None else dtype
     return y if y.dtype == dtype else y.to(dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     if dtype is not None and dtype != x.dtype:
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if fixed.deterministic.get():
+        return fixed.in_row_blocks(x, lambda rows: F.linear(rows, weight, bias))
     return F.linear(x, weight, bias)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from finback.kernels.torch import fixed
 
 
 def router_scores(logits: Tensor, score: str) -> Tensor:
     if score == "softmax":
         return logits.softmax(dim=-1)
-    if score == "sigmoid":
-        return logits.sigmoid()
-    assert score == "sqrtsoftplus", score
-    return F.softplus(logits).sqrt()
+    assert score in ("sigmoid", "sqrtsoftplus"), score
+    run = torch.sigmoid if score == "sigmoid" else lambda z: F.softplus(z).sqrt()
+    return fixed.elementwise(logits, run) if fixed.deterministic.get() else run(logits)
 
 
 def top_experts(scores: Tensor, k: int) -> Tensor:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from finback.kernels.torch import fixed
 from finback.kernels.torch.attention import accumulator
+from finback.kernels.torch.matmul import linear
 
 Array = npt.NDArray[Any]
 
@@ -46,7 +48,7 @@ def hc_mixes(
     flat = streams.flatten(1)
     # The norm is one pass without a temporary of the streams' size.
     mean_square = torch.linalg.vector_norm(flat, dim=1, keepdim=True).square() / flat.shape[1]
-    mixes = F.linear(flat, fn) * torch.rsqrt(mean_square + norm_eps)
+    mixes = linear(flat, fn) * torch.rsqrt(mean_square + norm_eps)
     mixes = torch.addcmul(base, mixes, scale.index_select(0, _parts_of_mixes(copies, scale.device)))
     if _on_host(mixes):
         return _split_mixes_numpy(mixes.numpy(), copies, iterations, eps)
@@ -118,4 +120,5 @@ def hc_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 def engram_gate(streams: Tensor, key: Tensor, weight: Tensor, eps: float) -> Tensor:
     rstd = torch.rsqrt(streams.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps)
     dot = (streams * weight * key).sum(-1) * rstd * streams.shape[-1] ** -0.5
-    return torch.sigmoid(torch.copysign(dot.abs().clamp_min(1e-6).sqrt(), dot))
+    opening = torch.copysign(dot.abs().clamp_min(1e-6).sqrt(), dot)
+    return fixed.elementwise(opening, torch.sigmoid) if fixed.deterministic.get() else opening.sigmoid()

@@ -28,6 +28,7 @@ from finback.models.deepseek_v32.config import BLOCK, DeepseekV32Config
 from finback.nn.linear import ActRound, Linear, Prepared, Weight
 from finback.nn.norm_rope import LayerNorm, RMSNorm
 from finback.nn.rows import ForwardBatch, RowView
+from finback.nn.teacher import selection_kl
 
 LATENT, INDEX_KEY = "latent", "index_key"  # row groups
 _INDEX_NORM_EPS = 1e-6  # not a key of config.json
@@ -72,6 +73,8 @@ class LatentHeads(Prepared):
             return self._each(q, 0)
         assert self.weight is not None
         keys = self.weight.unflatten(0, (self.heads, -1))[:, : self.nope]
+        if kernels.is_deterministic():
+            return torch.stack([kernels.linear(q[:, h], keys[h].t()) for h in range(self.heads)], dim=1)
         return torch.bmm(q.transpose(0, 1), keys).transpose(0, 1)
 
     def expand(self, latent: Tensor) -> Tensor:
@@ -80,6 +83,8 @@ class LatentHeads(Prepared):
             return self._each(latent, 1)
         assert self.weight is not None
         values = self.weight.unflatten(0, (self.heads, -1))[:, self.nope :]
+        if kernels.is_deterministic():
+            return torch.stack([kernels.linear(latent[:, h], values[h]) for h in range(self.heads)], dim=1)
         return torch.bmm(latent.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
 
     def _each(self, x: Tensor, half: int) -> Tensor:
@@ -95,7 +100,7 @@ class Indexer(nn.Module):
 
     score = sum over heads of w relu(q . k), w = weights_proj x / sqrt(heads * width), in float32. q and k are rotated
     by position, mixed by a Hadamard transform (which leaves q . k as it is and spreads outliers) and rounded to FP8
-    where the policy says so. A pick has no gradient, so nothing here has one.
+    where the policy says so. A pick has no gradient: these weights learn from `Attention.indexer_kl` alone.
     """
 
     def __init__(self, c: DeepseekV32Config, layer: int, rounds: ActRound | None):
@@ -112,11 +117,15 @@ class Indexer(nn.Module):
         heads = kernels.hadamard(kernels.rotate_halves(heads, turns))
         return heads if self.rounds is None else self.rounds(heads)
 
-    @torch.no_grad()
     def store_keys(self, rounded: Tensor, step: Step) -> Tensor:
         """Append the keys of rounded inputs [T, D]; returns the table of keys."""
-        keys = self._place(self.k_norm(self.wk.multiply(rounded)), step.turns)
+        keys = self._place(self.k_norm(self.wk.multiply(rounded.detach())), step.turns)
         return step.view.append(INDEX_KEY, self.layer, keys)
+
+    def queries(self, x: Tensor, qr: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D], rounded qr [T, q_lora_rank] -> queries [T, heads, width] and weights of the heads [T, heads]."""
+        q = self.wq_b.multiply(qr).unflatten(-1, (self.c.index_n_heads, self.c.index_head_dim))
+        return self._place(q, turns), self.weights_proj.multiply(x, kernels.accumulator(x.dtype)) * self.scale
 
     @torch.no_grad()
     def forward(self, x: Tensor, qr: Tensor, keys: Tensor, step: Step) -> Tensor:
@@ -125,13 +134,12 @@ class Indexer(nn.Module):
         batch, limit = step.batch, self.c.index_topk
         visible = batch.positions + 1
         longest = max(batch.ends, default=0)
-        rows = torch.arange(min(longest, limit), device=x.device)
+        # Under `deterministic` the width must not depend on the longest sequence.
+        rows = torch.arange(limit if kernels.is_deterministic() else min(longest, limit), device=x.device)
         picked = torch.where(rows < visible.unsqueeze(1), rows, -1)
         if longest <= limit:
             return picked
-        q = self.wq_b.multiply(qr).unflatten(-1, (self.c.index_n_heads, self.c.index_head_dim))
-        q = self._place(q, step.turns)
-        weights = self.weights_proj.multiply(x, kernels.accumulator(x.dtype)) * self.scale
+        q, weights = self.queries(x, qr, step.turns)
         for b, (start, end) in enumerate(zip(batch.offsets, batch.offsets[1:], strict=False)):
             if start == end or batch.ends[b] <= limit:
                 continue
@@ -182,8 +190,24 @@ class Attention(nn.Module):
         picked = torch.where(picked > batch.positions.unsqueeze(1), -1, picked)
         index = view.locate(LATENT, batch.seq.unsqueeze(1), picked)
         q = self.queries(qr, step.turns)
+        batch.tape.keep(
+            f"layer{self.layer}.indexer_kl", lambda: self.indexer_kl(x, q, qr, (table, index), keys, picked, step)
+        )
         latent = kernels.sparse_attention(q, [(table, index)], None, c.softmax_scale, value_width=c.kv_lora_rank)
         return self.wo(self.wkv_b.expand(latent).flatten(1))
+
+
+    def indexer_kl(
+        self, x: Tensor, q: Tensor, qr: Tensor, scope: tuple[Tensor, Tensor], keys: Tensor, picked: Tensor, step: Step
+    ) -> Tensor:
+        """How far the indexer's scores are from the attention that this layer pays to the picked rows, summed over
+        heads, for training: a scalar. Only the indexer's weights get a gradient from it."""
+        batch = step.batch
+        chosen = torch.arange(len(q), device=q.device) if batch.tape.queries is None else batch.tape.queries
+        (mass,) = kernels.attention_mass(q[chosen], [(scope[0], scope[1][chosen])], None, self.c.softmax_scale)
+        asking, weights = self.indexer.queries(x.detach()[chosen], qr.detach()[chosen], step.turns[chosen])
+        index = step.view.locate(INDEX_KEY, batch.seq[chosen].unsqueeze(1), picked[chosen])
+        return selection_kl(kernels.index_scores_at(asking, weights, keys, index), mass, index)
 
 
 def rounding_of(c: DeepseekV32Config, rounding: bool) -> ActRound | None:

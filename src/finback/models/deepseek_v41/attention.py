@@ -24,6 +24,7 @@ from finback.models.deepseek_v41.config import TextConfig
 from finback.nn.linear import ActRound, GroupedLinear, Linear, Weight
 from finback.nn.norm_rope import RMSNorm, turns_at
 from finback.nn.rows import ForwardBatch, RowView
+from finback.nn.teacher import selection_kl
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,14 @@ class Indexer(nn.Module):
         k = kernels.rotate_pairs(self.k_norm(self.wk.multiply(latent)), turns)
         return kernels.round_e2m1(k, 32, "e8m0") if self.rounding else k
 
+    def queries(self, x: Tensor, qr: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, D], qr [T, q_lora_rank] -> queries [T, heads, width] and weights of the heads [T, heads]."""
+        q = self.wq_b(qr).unflatten(-1, (self.c.index_n_heads, self.c.index_head_dim))
+        q = kernels.rotate_pairs(q, turns)
+        q = kernels.round_e2m1(q, 32, "e8m0") if self.rounding else q
+        return q, self.weights_proj.multiply(x, kernels.accumulator(x.dtype)) * self.scale
+
+    @torch.no_grad()
     def forward(self, x: Tensor, qr: Tensor, step: Step, share: LayerShare) -> tuple[Tensor, Tensor | None]:
         """x [T, D], qr [T, q_lora_rank] -> rows [T, k] of each token's sequence (-1 = none), and the candidate blocks
         for the layers after it."""
@@ -155,10 +164,7 @@ class Indexer(nn.Module):
         if longest <= self.c.index_topk:  # everything visible is picked, and every block is a candidate
             rows = torch.arange(longest, device=x.device)
             return torch.where(rows < visible.unsqueeze(1), rows, -1), None
-        q = self.wq_b(qr).unflatten(-1, (self.c.index_n_heads, self.c.index_head_dim))
-        q = kernels.rotate_pairs(q, step.compressed_turns)
-        q = kernels.round_e2m1(q, 32, "e8m0") if self.rounding else q
-        weights = self.weights_proj.multiply(x, kernels.accumulator(x.dtype)) * self.scale
+        q, weights = self.queries(x, qr, step.compressed_turns)
         assert share.keys is not None
         if blocks is None:
             return self._score_all(q, weights, visible, longest, step, share.keys)
@@ -169,9 +175,15 @@ class Indexer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Score every row of each token's own sequence."""
         c, batch = self.c, step.batch
-        wants_blocks = self.is_candidate_source and longest > c.candidate_topk_blocks * c.candidate_block_size
+        # Under `deterministic` the way a row is scored must not depend on the longest sequence.
+        fixed = kernels.is_deterministic()
+        wants_blocks = self.is_candidate_source and (
+            fixed or longest > c.candidate_topk_blocks * c.candidate_block_size
+        )
         picked = q.new_full((len(batch), min(c.index_topk, longest)), -1, dtype=torch.int64)
-        n_blocks = min(c.candidate_topk_blocks, -(-longest // max(1, c.candidate_block_size)))
+        n_blocks = c.candidate_topk_blocks
+        if not fixed:
+            n_blocks = min(n_blocks, -(-longest // max(1, c.candidate_block_size)))
         blocks = picked.new_full((len(batch), n_blocks), -1) if wants_blocks else None
         for b, (start, end) in enumerate(zip(batch.offsets, batch.offsets[1:], strict=False)):
             if start == end:
@@ -268,8 +280,31 @@ class Attention(nn.Module):
             share = self.select(x, qr, step, share)
             assert share.compressed is not None and share.selected is not None
             scopes.append((share.compressed, share.selected))
+            if self.indexer is not None:
+                term = f"layer{self.layer}.indexer_kl"
+                step.batch.tape.keep(term, lambda: self.indexer_kl(x, q, qr, scopes, step, share))
             columns.append(self.c.sliding_window)
         return self.attend(q, scopes, turns, columns), share
+
+    def indexer_kl(
+        self, x: Tensor, q: Tensor, qr: Tensor, scopes: list[tuple[Tensor, Tensor]], step: Step, share: LayerShare
+    ) -> Tensor:
+        """How far an index source's scores are from the attention that its layer pays to the selected rows, for
+        training: a scalar. Only the indexer's weights get a gradient from it.
+
+        The teacher is the layer's own softmax over window, selected rows and sink, summed over heads, and normalised
+        once over the selected rows (which are visible ones and, after a candidate source, of its blocks).
+        """
+        assert self.indexer is not None and share.keys is not None and share.rows is not None
+        chosen = torch.arange(len(q), device=q.device) if step.batch.tape.queries is None else step.batch.tape.queries
+        scopes = [(rows, index[chosen]) for rows, index in scopes]
+        mass = kernels.attention_mass(q[chosen], scopes, self.attn_sink, self.c.head_dim**-0.5)[1]
+        asking, weights = self.indexer.queries(
+            x.detach()[chosen], qr.detach()[chosen], step.compressed_turns[chosen]
+        )
+        seq = step.batch.seq[chosen].unsqueeze(1)
+        index = step.view.locate(key_group(self.ratio), seq, share.rows[chosen])
+        return selection_kl(kernels.index_scores_at(asking, weights, share.keys, index), mass, index)
 
     def publish(self, x: Tensor, step: Step, share: LayerShare) -> LayerShare:
         """A KV source's compressed rows and index keys: an owner always hands on its own, also on a step that finishes
@@ -278,7 +313,7 @@ class Attention(nn.Module):
         latent = self.compressor(x, step, self.layer)
         turns = step.group_turns(self.ratio)
         if self.indexer is not None:
-            keys = step.view.append(key_group(self.ratio), self.layer, self.indexer.keys(latent, turns))
+            keys = step.view.append(key_group(self.ratio), self.layer, self.indexer.keys(latent.detach(), turns))
             share = replace(share, keys=keys)
         row = kernels.rotate_pairs(latent, turns)
         row = kernels.round_e2m1(row, 16, "e4m3") if self.rounding else row
@@ -297,6 +332,8 @@ class Attention(nn.Module):
                 return rows
 
             rows = step.batch.tape.choose(name, pick)
+            if kernels.is_deterministic():  # a width that does not depend on the longest sequence
+                rows = nn.functional.pad(rows, (0, self.c.index_topk - rows.shape[1]), value=-1)
             selected = view.locate(compressed_group(self.ratio), step.batch.seq.unsqueeze(1), rows)
             share = replace(share, rows=rows, selected=selected, candidates=found[0])
         elif step.batch.tape.record:

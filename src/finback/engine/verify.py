@@ -1,0 +1,299 @@
+"""Which drafts become output. One `Picker` per request turns logits into tokens, with drafts or without.
+
+Row i of the logits [k + 1, V] follows the i-th draft (row 0: the last known token). The result is the accepted drafts
+and one more token, so plain decoding is the case k = 0. Notation: p is the distribution that the request asks for
+(after penalties, temperature, top-p, ...), q the one that a draft was drawn from, d the draft.
+
+* Greedy, and rule "coupled": pick each position's token as without drafts; accept a draft where it is that token.
+* "standard": accept d with probability min(1, p(d) / q(d)); after the first refusal draw from max(p - q, 0).
+  Leviathan et al. 2023.
+* "block": r_0 = 1, r_i = min(1, r_{i-1} p_i(d_i) / q_i(d_i)); R_i = sum over x of max(r_i p_{i+1}(x) - q_{i+1}(x), 0);
+  h_i = R_i / (R_i + 1 - r_i), h_k = r_k. The largest i with u_i <= h_i drafts are accepted; then draw from
+  max(r_i p - q, 0). Sun et al. 2024.
+
+Random numbers. "coupled" keys each draw by (seed, position in the output), so its text does not depend on drafts at
+all. The other two key theirs by (seed, output length when the block began, slot), which no later block repeats: after
+"block" has judged numbers of positions that it then refused, using them again would bias the text.
+
+For those two, how many drafts are offered must not depend on the drafts themselves: whether slot i is verified may
+depend on drafts before i only (drafters.py keeps to that).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from finback.base.runtime import FinbackError, NonFiniteError
+from finback.engine import sampler
+from finback.engine.constraints import Constraint, Grammars
+from finback.engine.logits import Processors, bad_word_ids
+from finback.engine.request import SamplingParams, TokenLogprobs
+from finback.engine.sampler import ACCEPT, DRAFT, TOKEN, distribution, draw_key, key_tensor
+from finback.io.text import Tokenizer
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Drafts for one request. tokens: k ids, may be empty. probs: [k, V] float64, what each was drawn from; None: it
+    was certain. confidence: chance that a draft is accepted when all before it are, None where the drafter has none."""
+
+    tokens: list[int]
+    probs: Tensor | None = None
+    confidence: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Verified:
+    """tokens: the `accepted` first drafts, then one more; they end with the first token that ends the output, if any.
+    logprobs: one entry a token where the request wants them."""
+
+    tokens: list[int]
+    accepted: int
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class Picker:
+    """Picks the tokens of one request, and remembers them.
+
+    eos_ids: ids that end the output unless `ignore_eos`. constraint: from `Grammars.make`. bad_words: as ids, None
+    where `params` holds no strings. rule: see above. Raises RequestError for ids outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        *,
+        constraint: Constraint | None = None,
+        eos_ids: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] | None = None,
+        rule: str = "coupled",
+    ):
+        self.params, self.greedy = params, sampler.is_greedy(params)
+        self.coupled = self.greedy or rule == "coupled"
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self._judge = block_rule if rule == "block" else standard_rule
+        self._vocab_size = vocab_size
+        ends = {*eos_ids, *params.stop_token_ids}
+        self._ends = set(params.stop_token_ids) if params.ignore_eos else ends
+        self._processors = Processors(
+            params, prompt_ids, vocab_size, constraint=constraint, ends=sorted(ends), bad_words=bad_words
+        )
+
+    @property
+    def output(self) -> Sequence[int]:
+        """Tokens picked so far."""
+        return self._processors.output
+
+    def verify(self, logits: Tensor, drafted: Drafted | None = None) -> Verified:
+        """The next tokens, from logits [k + 1, V] that saw the k drafts. They count as output afterwards.
+
+        Raises NonFiniteError for NaN or infinity in `logits`, RequestError where the settings leave no token.
+        """
+        if not bool(logits.isfinite().all()):
+            raise NonFiniteError(_NON_FINITE)
+        return self._verify(logits, drafted, None)
+
+    def draft_keys(self, count: int) -> list[int]:
+        """Keys of the draws of the next `count` drafts (sampler.race)."""
+        start = len(self.output)
+        if self.coupled:
+            return [draw_key(self.seed, TOKEN, start + i) for i in range(count)]
+        return [draw_key(self.seed, DRAFT, start, i) for i in range(count)]
+
+    def _verify(self, logits: Tensor, drafted: Drafted | None, likeliest: list[int] | None) -> Verified:
+        """likeliest: the argmax of every row where it is known already."""
+        drafts = drafted.tokens if drafted is not None else []
+        assert logits.shape == (len(drafts) + 1, self._vocab_size)
+        kept: list[Tensor] | None = None
+        if self.params.logprobs is not None and self.params.logprobs_mode == "processed_logprobs":
+            kept = []
+        if self.coupled:
+            tokens = self._match(logits, drafts, kept, likeliest)
+        else:
+            tokens = self._reject(logits, drafts, drafted.probs if drafted is not None else None, kept)
+        if self.params.logprobs is None:
+            return Verified(tokens, len(tokens) - 1)
+        lines = torch.log_softmax(logits[: len(tokens)].double(), dim=-1) if kept is None else kept
+        reported = [
+            sampler.logprobs(line, token, self.params.logprobs) for line, token in zip(lines, tokens, strict=False)
+        ]
+        return Verified(tokens, len(tokens) - 1, reported)
+
+    # -- acceptance by equality ------------------------------------------------------------------------------------
+
+    def _match(
+        self, logits: Tensor, drafts: Sequence[int], kept: list[Tensor] | None, likeliest: list[int] | None
+    ) -> list[int]:
+        picks = iter(likeliest) if self._plain and likeliest is not None else self._picks(logits, kept)
+        tokens = []
+        for i, token in enumerate(picks):
+            self._processors.push(token)
+            tokens.append(token)
+            if i == len(drafts) or token != drafts[i] or token in self._ends:
+                break
+        return tokens
+
+    @property
+    def _plain(self) -> bool:
+        """Whether the argmax of the logits as they are is all that is needed."""
+        return self.greedy and not self._processors and self.params.logprobs_mode == "raw_logprobs"
+
+    def _picks(self, logits: Tensor, kept: list[Tensor] | None) -> Iterator[int]:
+        """Each row's token as plain decoding picks it; the next one may be asked for once the last one was pushed."""
+        start = len(self.output)
+        if not self._processors:
+            yield from self._choose(logits, start, kept)
+            return
+        for i, line in enumerate(logits):
+            yield from self._choose(self._processors.line(line).unsqueeze(0), start + i, kept)
+
+    def _choose(self, lines: Tensor, position: int, kept: list[Tensor] | None) -> list[int]:
+        """Tokens of processed logits [n, V] at output positions `position`, ..."""
+        probs = None if self.greedy else distribution(lines, self.params)
+        if kept is not None:
+            kept += torch.log_softmax(lines.double(), dim=-1) if probs is None else probs.log()
+        if probs is None:
+            return lines.argmax(dim=1).tolist()
+        keys = [draw_key(self.seed, TOKEN, position + i) for i in range(len(lines))]
+        return sampler.race(probs, key_tensor(keys)).tolist()
+
+    # -- acceptance by rejection sampling --------------------------------------------------------------------------
+
+    def _reject(self, logits: Tensor, drafts: list[int], probs: Tensor | None, kept: list[Tensor] | None) -> list[int]:
+        start = len(self.output)
+        p, drafts = self._targets(logits, drafts)
+        count = len(drafts)
+        ids = torch.tensor(drafts, dtype=torch.int64, device=p.device)
+        q = F.one_hot(ids, p.shape[1]).double() if probs is None else probs[:count].to(p.device)
+        keys = key_tensor([draw_key(self.seed, ACCEPT, start, i) for i in range(count)]).to(p.device)
+        u = sampler.uniform(keys, torch.zeros_like(keys))
+        accepted, rest = self._judge(p.unsqueeze(0), q.unsqueeze(0), ids.unsqueeze(0), u.unsqueeze(0))
+        tokens = drafts[: int(accepted)]
+        if not tokens or tokens[-1] not in self._ends:
+            tokens += sampler.race(rest, key_tensor([draw_key(self.seed, TOKEN, start, len(tokens))])).tolist()
+        for token in tokens:
+            self._processors.push(token)
+        if kept is not None:
+            kept += p[: len(tokens)].log()
+        return tokens
+
+    def _targets(self, logits: Tensor, drafts: list[int]) -> tuple[Tensor, list[int]]:
+        """p [k' + 1, V], and the k' first drafts: those up to one that cannot be accepted or that ends the output,
+        after which nothing can follow (the last row is then not used)."""
+        start, rows = len(self.output), []
+        if not self._processors:
+            rows = list(distribution(logits, self.params))
+        count = len(drafts)
+        for i, draft in enumerate(drafts):
+            if self._processors:
+                rows.append(distribution(self._processors.line(logits[i]), self.params))
+            if draft in self._ends or float(rows[i][draft]) == 0:
+                count = i + 1
+                rows.append(rows[i])
+                break
+            self._processors.push(draft)
+        else:
+            if self._processors:
+                rows.append(distribution(self._processors.line(logits[-1]), self.params))
+        self._processors.pop(len(self.output) - start)
+        return torch.stack(rows[: count + 1]), drafts[:count]
+
+
+def verify_batch(work: Sequence[tuple[Picker, Drafted | None]], logits: Tensor) -> list[Verified | FinbackError]:
+    """`Picker.verify` for many requests at once. logits: [sum of (k + 1), V], the requests' rows one after another.
+
+    What fails for one request is its entry of the result, and leaves the others alone. Plain greedy requests share one
+    argmax, so a batch of them costs one look at the device.
+    """
+    finite = logits.isfinite().all(dim=1).tolist()
+    likeliest = logits.argmax(dim=1).tolist() if any(picker.greedy for picker, _ in work) else []
+    results: list[Verified | FinbackError] = []
+    end = 0
+    for picker, drafted in work:
+        begin, end = end, end + 1 + (len(drafted.tokens) if drafted is not None else 0)
+        if not all(finite[begin:end]):
+            results.append(NonFiniteError(_NON_FINITE))
+            continue
+        try:
+            results.append(picker._verify(logits[begin:end], drafted, likeliest[begin:end] or None))
+        except FinbackError as error:
+            results.append(error)
+    return results
+
+
+class Pickers:
+    """Makes the pickers of one engine. Preparing a vocabulary for constraints happens at the first one."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, rule: str = "coupled"):
+        self._tokenizer, self._vocab_size, self._rule = tokenizer, vocab_size, rule
+        self._grammars = Grammars(tokenizer, vocab_size)
+
+    def make(self, params: SamplingParams, prompt_ids: Sequence[int]) -> Picker:
+        """A picker for a request. Raises RequestError for settings that this model cannot serve."""
+        return Picker(
+            params,
+            prompt_ids,
+            self._vocab_size,
+            constraint=self._grammars.make(params),
+            eos_ids=self._tokenizer.eos_ids if self._tokenizer is not None else (),
+            bad_words=bad_word_ids(params, self._tokenizer),
+            rule=self._rule,
+        )
+
+
+# -- rules, over n independent blocks ------------------------------------------------------------------------------
+# p: [n, k + 1, V], q: [n, k, V] probabilities. drafts: [n, k] int64. u: [n, k] uniform in (0, 1).
+# -> accepted [n] int64, and [n, V]: what the token after them is drawn from (not normalised).
+
+
+def standard_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Leviathan et al. 2023, algorithm 1."""
+    chosen_p, chosen_q = _of_drafts(p, drafts), _of_drafts(q, drafts)
+    accepted = (chosen_p > u * chosen_q).long().cumprod(dim=1).sum(dim=1)
+    return accepted, _rest(p, q, accepted, torch.ones_like(p[:, 0, 0]))
+
+
+def block_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", algorithm 2."""
+    count = drafts.shape[1]
+    ratio = torch.ones_like(p[:, 0, 0])
+    accepted, at = torch.zeros_like(ratio, dtype=torch.int64), ratio
+    odds = _of_drafts(p, drafts) / _of_drafts(q, drafts)
+    for i in range(1, count + 1):
+        ratio = (ratio * odds[:, i - 1]).clamp(max=1)
+        bar = ratio
+        if i < count:
+            excess = (ratio[:, None] * p[:, i] - q[:, i]).clamp(min=0).sum(dim=1)
+            total = excess + 1 - ratio
+            bar = torch.where(total > 0, excess / total, 1.0)  # p = q and all accepted: go on
+        taken = u[:, i - 1] <= bar
+        accepted, at = torch.where(taken, i, accepted), torch.where(taken, ratio, at)
+    return accepted, _rest(p, q, accepted, at)
+
+
+def _of_drafts(probs: Tensor, drafts: Tensor) -> Tensor:
+    """[n, k] probabilities of the drafted tokens."""
+    return probs[:, : drafts.shape[1]].gather(2, drafts.unsqueeze(2)).squeeze(2)
+
+
+def _rest(p: Tensor, q: Tensor, accepted: Tensor, ratio: Tensor) -> Tensor:
+    """max(ratio * p - q, 0) at each block's first refused slot, p itself after its last slot; [n, V]."""
+    index = torch.arange(len(p), device=p.device)
+    row = p[index, accepted]
+    refused = F.pad(q, (0, 0, 0, 1))[index, accepted]  # zeros after the last slot
+    rest = (ratio.unsqueeze(1) * row - refused).clamp(min=0)
+    return torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, row)  # nothing left by rounding only
+
+
+_NON_FINITE = (
+    "the model computed NaN or infinity in the logits of this request; no text is made from them. "
+    "Check the weights, or run with dtype='float32'"
+)
