@@ -307,6 +307,7 @@ def test_inspect_and_fixtures_reach_their_tools(monkeypatch, capsys):
         ("score", "--model --device --dtype --rounding --backend --token-ids --splits --json"),
         ("inspect", "--json"),
         ("fixtures", "--preset"),
+        ("train", "--out --set --dry-run"),
     ],
 )
 def test_help_lists_exactly_the_flags_and_explains_each(verb: str, flags: str, capsys, monkeypatch):
@@ -330,7 +331,7 @@ def test_top_level_help_names_every_verb(args, capsys):
         main(args)
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    assert all(verb in text for verb in ("generate", "score", "inspect", "fixtures"))
+    assert all(verb in text for verb in ("generate", "score", "inspect", "fixtures", "train"))
 
 
 @pytest.mark.parametrize("args", [["generate", "hi"], ["generate", "--model", "m", "--dtype", "int3", "hi"], ["nope"]])

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from finback.engine.args import EngineArgs
+from finback.engine.blocks import PagePool
 from finback.engine.budget import Acceptance
 from finback.engine.core import Engine
+from finback.engine.drafters import draft_layers
 from finback.engine.llm import LLM
 from finback.engine.request import SamplingParams, SequenceState
 from finback.engine.scheduler import Slot
@@ -26,8 +28,7 @@ COEFFICIENTS = torch.tensor([3.0, 1, 4, 1, 5], dtype=torch.float64)
 
 class FakeModel(nn.Module):
     """Two layers of windowed sums over ids, and sums of pairs of ids that every later token reads. The upper layer can
-    run on a tail, as V4.1's can. Everything is a small integer, so that equal means equal. With `image` kinds of rows
-    missing it has no state but its windows."""
+    run on a tail, as V4.1's can. Everything is a small integer, so that equal means equal."""
 
     vocab_size, max_positions, lookback, dtype = VOCAB, 400, 0, torch.float64
 
@@ -88,13 +89,17 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class ScriptedDrafter:
-    """Drafts what `script(tokens, limit)` says."""
+    """Drafts what `script(tokens, limit)` says. model: its draft layers keep their rows, as when they draft."""
 
-    def __init__(self, script: Callable[[Sequence[int], int], list[int]], max_tokens: int = 5):
+    def __init__(
+        self, script: Callable[[Sequence[int], int], list[int]], max_tokens: int = 5, model: Any = None
+    ) -> None:
         self.script, self.max_tokens, self.acceptance = script, max_tokens, Acceptance()
+        self.layers = draft_layers(model) if model is not None else None
 
     def observe(self, result: Any, view: RowView) -> None:
-        pass
+        if self.layers is not None:
+            self.layers.observe(view.batch, view, result)
 
     def propose(self, requests: Sequence[Any], *, other_tokens: int = 0) -> list[Drafted]:
         return [Drafted(self.script(list(r.tokens), r.limit)[: r.limit]) for r in requests]
@@ -144,6 +149,12 @@ class Toolbox:
     FakeModel, ScriptedDrafter, VOCAB = FakeModel, ScriptedDrafter, VOCAB
     audit, readable_rows, greedy = staticmethod(audit), staticmethod(readable_rows), staticmethod(greedy)
     continuation = staticmethod(continuation)
+
+    @staticmethod
+    def shrink(pool: PagePool, usable: int) -> None:
+        """Leave that many pages in a pool that nobody has used yet."""
+        assert pool.free == pool.usable >= usable
+        pool.count, pool._free = usable + 1, list(range(usable, 0, -1))
 
     @staticmethod
     def fake(drafter: Any = None, **args: Any) -> Engine:

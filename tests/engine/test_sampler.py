@@ -103,9 +103,12 @@ def test_taken_back_tokens_leave_no_trace(rng: torch.Generator):
 
 def filtered(logits: list[float], p: SamplingParams) -> list[float]:
     """temperature, min-p, top-k, top-p by sorting and counting."""
-    weights = [math.exp((x - max(logits)) / p.temperature) for x in logits]
-    probs = [w / sum(weights) for w in weights]
-    probs = [x if x >= p.min_p * max(probs) else 0.0 for x in probs]
+    largest = max(logits)
+    weights = [math.exp((x - largest) / p.temperature) for x in logits]
+    total = sum(weights)
+    probs = [w / total for w in weights]
+    best = max(probs)
+    probs = [x if x >= p.min_p * best else 0.0 for x in probs]
     ordered = sorted(probs, reverse=True)
     border = ordered[p.top_k - 1] if 0 < p.top_k < len(probs) else 0.0
     probs = [x if x >= border else 0.0 for x in probs]
@@ -115,7 +118,8 @@ def filtered(logits: list[float], p: SamplingParams) -> list[float]:
             kept.add(value)
         before += value
     probs = [x if x in kept else 0.0 for x in probs]
-    return [x / sum(probs) for x in probs]
+    total = sum(probs)
+    return [x / total for x in probs]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +136,16 @@ def test_distribution(settings: dict[str, Any], rng: torch.Generator):
         lines[1, ::2] = -math.inf
         want = torch.tensor([filtered(line, params) for line in lines.tolist()], dtype=torch.float64)
         torch.testing.assert_close(sampler.distribution(lines, params), want, rtol=1e-12, atol=1e-15)
+
+
+def test_top_p_of_a_large_vocabulary(rng: torch.Generator):
+    """It looks at the likeliest tokens first and sorts all only where those do not hold enough."""
+    lines = torch.randn(3, 5000, generator=rng, dtype=torch.float64) * torch.tensor([[0.0], [0.5], [4.0]])
+    lines[0, 7] = 0.1
+    for top_p in (0.1, 0.5, 0.999):
+        params = SamplingParams(temperature=1.0, top_p=top_p)
+        want = torch.tensor([filtered(line, params) for line in lines.tolist()], dtype=torch.float64)
+        torch.testing.assert_close(sampler.distribution(lines, params), want, rtol=1e-10, atol=1e-15)
 
 
 def test_greedy_ties_go_to_the_lowest_id():

@@ -38,16 +38,12 @@ def traffic(draw):
     return requests, options, draw(st.integers(0, 4)), draw(st.integers(9, 40)), rng
 
 
-def squeeze(engine, tokens: int) -> None:
+def squeeze(box, engine, tokens: int) -> None:
     """Leave pages for about `tokens` tokens in the classes that keep everything, and few for windows."""
     for cls, pool in engine.runner.pages.pools.items():
         size = engine.runner.pages.page_tokens
         keep = -(-80 // size) + tokens // size if engine.runner.pages.windows[cls] is None else 8 + tokens // size
-        while pool.free > keep:
-            pool._free.pop(0)
-        pool.count, free = len(pool._free) + 1, sorted(pool._free, reverse=True)
-        pool._free = [n for n in range(pool.count - 1, 0, -1)]
-        assert len(free) == len(pool._free)
+        box.shrink(pool, min(keep, pool.usable))
 
 
 @given(traffic())
@@ -62,7 +58,7 @@ def test_any_traffic_ends_right(box, case):
         return [t if i < wrong else (t + 1) % box.VOCAB for i, t in enumerate(right)]
 
     engine = box.fake(box.ScriptedDrafter(script, drafts) if drafts else None, **options)
-    squeeze(engine, memory)
+    squeeze(box, engine, memory)
     todo, alive, step = sorted(requests, key=lambda r: r[0]), [], 0
     while todo or engine.unfinished:
         while todo and todo[0][0] <= step:
@@ -99,7 +95,7 @@ def test_generating_goes_before_prompts(box):
 def test_preemption_takes_the_last_arrival(box):
     """Else an early request could be thrown out for ever."""
     engine = box.fake(enable_prefix_caching=False)
-    squeeze(engine, 0)
+    squeeze(box, engine, 0)
     first, last = (engine.add(SequenceState([5, i]), box.greedy(60)) for i in (1, 2))
     while engine.unfinished:
         engine.step()
@@ -117,7 +113,7 @@ def test_limits_name_themselves(box):
     with pytest.raises(RequestError, match="queue is full"):
         engine.add(SequenceState([1]), box.greedy(1))
     small = box.fake()
-    squeeze(small, 0)
+    squeeze(box, small, 0)
     with pytest.raises(RequestError, match="kv_cache_memory_bytes"):
         small.add(SequenceState([1] * 90), box.greedy(100))
     with pytest.raises(ConfigError, match="every running request"):
@@ -145,7 +141,7 @@ def test_misses_have_reasons(box):
     box.run(engine, [[1, 2, 3]], box.greedy(1))
     prompt = list(range(30))
     box.run(engine, [prompt], box.greedy(1))
-    for node in list(engine.cache._used["window:5"]):
+    for _ in range(len(engine.cache._used["window:5"])):
         engine.cache._evict("window:5")
     box.run(engine, [prompt], box.greedy(1))
     assert engine.stats.prefix_misses == {"too short": 1, "no match": 1, "window evicted": 1}

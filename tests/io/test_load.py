@@ -249,7 +249,7 @@ def test_a_config_of_another_model(quantised: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not fit the model") as error:
         load_model(rewritten(quantised, tmp_path / "a", other))
     assert "missing" in str(error.value) and "unused" in str(error.value) and len(str(error.value)) < 40_000
-    with pytest.raises(ConfigError, match="'llama'.*this build runs .*deepseek_v41"):
+    with pytest.raises(ConfigError, match=r"'llama'.*this build runs .*deepseek_v41"):
         load_model(rewritten(quantised, tmp_path / "b", lambda config, _: config.update(model_type="llama")))
 
 
@@ -289,7 +289,7 @@ def test_wrong_paths(where: Any, words: list[str]) -> None:
 
 def test_options_are_checked_with_a_hint(plain: Path) -> None:
     """An option that is misspelt must not mean its default."""
-    with pytest.raises(ConfigError, match="rounding 'relased' .did you mean 'released'"):
+    with pytest.raises(ConfigError, match=r"rounding 'relased' \(did you mean 'released'"):
         load_model(plain, rounding="relased")
     with pytest.raises(ConfigError, match="dtype 'fp32' is not supported; use one of"):
         load_model(plain, dtype="fp32")
@@ -390,6 +390,7 @@ def test_models_without_engram_need_no_tokenizer(plain: Path, tmp_path: Path) ->
 
 WRITE_AND_LOAD = """
 import math, re, sys, torch
+from finback.base.runtime import release_freed_memory
 from finback.io.checkpoint_write import Stored, save_checkpoint
 from finback.io.load import load_model
 from finback.models.base import family
@@ -401,7 +402,8 @@ def memory(key):
 
 config = preset_config("tiny-v41")
 config["text_config"].update(
-    hidden_size=512, moe_intermediate_size=512, n_routed_experts=24, engram_layer_ids=[], engram_num_embeddings=[]
+    hidden_size=512, moe_intermediate_size=512, n_routed_experts=6, num_hidden_layers=14,
+    compress_ratios=[0, 2, 2] + [1] * 11, engram_layer_ids=[], engram_num_embeddings=[],
 )
 
 def tensors():
@@ -425,13 +427,16 @@ else:
     load_model(sys.argv[3])  # a tiny one first: torch's own buffers are not the model's
     before = memory("VmRSS")
     model = load_model(sys.argv[2])
-    print(memory("VmHWM") - before, memory("VmRSS") - before)
+    peak = memory("VmHWM") - before
+    release_freed_memory()  # what was freed and kept must not pass for the model's
+    print(peak, memory("VmRSS") - before)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_takes_little_more_than_what_stays(plain: Path, tmp_path: Path) -> None:
-    """A second copy of all weights while they are decoded or packed: machines that could run a model cannot load it."""
+    """A second copy of all weights while they are decoded or packed, or holes that the C library keeps between packed
+    ones: machines that could run a model cannot load it."""
     for verb in ("write", "load"):
         run = subprocess.run(
             [sys.executable, "-c", WRITE_AND_LOAD, verb, str(tmp_path / "x"), str(plain)],
@@ -439,5 +444,5 @@ def test_loading_takes_little_more_than_what_stays(plain: Path, tmp_path: Path) 
         )  # fmt: skip
         assert run.returncode == 0, run.stderr
     peak, resident = map(float, run.stdout.split())
-    assert resident > 150, "MiB: too small to tell"
+    assert resident > 100, "MiB: too small to tell"
     assert peak < 1.15 * resident, "MiB"

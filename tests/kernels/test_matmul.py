@@ -41,14 +41,16 @@ def test_packed_linear(size, tokens, shape):
 
 
 @needs_packing
-@pytest.mark.parametrize("tiny", [2.0**-12, 2.0**-30, 2.0**-40, 2.0**-120])
-def test_packing_is_exact(tiny):
-    """Catches values that come back rounded: numbers further apart than float16's range in one matrix."""
-    weight = torch.zeros(520, 512, dtype=torch.bfloat16)
-    weight[0, 0], weight[1, 1] = 1.0, 1.0078125 * tiny
+@pytest.mark.parametrize("shape", [(33, 48), (520, 512)])
+def test_packing_is_exact_or_refused(shape):
+    """Catches values that float16 cannot hold and that come back rounded: numbers 2^40 apart in one matrix."""
+    weight = torch.zeros(*shape, dtype=torch.bfloat16)
+    weight[0, 0], weight[1, 1] = 1.0, 1.0078125 * 2.0**-40
+    assert kernels.pack_linear(weight) is None
+    weight[1, 1] = 1.0078125 * 2.0**-24
     packed = kernels.pack_linear(weight)
     assert packed is not None
-    columns = kernels.packed_linear(torch.eye(512), packed)
+    columns = kernels.packed_linear(torch.eye(shape[1]), packed)
     assert torch.equal(columns.t().bfloat16(), weight)
 
 

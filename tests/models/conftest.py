@@ -144,9 +144,9 @@ class Lab:
         fill: float = 0.0,
         trace: bool = False,
     ) -> Fed:
-        """Feed prompts step by step through pages in shuffled places; a window group has as few pages as it can, so that
-        old ones are overwritten. fill: what pages hold at first; page 0 belongs to nobody and stays zero, because an
-        index of -1 reads row 0 (with weight 0). Logits are those at or after `exact_from`."""
+        """Feed prompts step by step through pages in shuffled places; a window group has as few pages as it can, so
+        that old ones are overwritten. fill: what pages hold at first; page 0 belongs to nobody and stays zero, because
+        an index of -1 reads row 0 (with weight 0). Logits are those at or after `exact_from`."""
         schedule = [[len(p.ids) for p in prompts]] if schedule is None else schedule
         assert [sum(column) for column in zip(*schedule, strict=True)] == [len(p.ids) for p in prompts]
         groups = list(model.row_groups())
@@ -214,7 +214,9 @@ class _Pages:
             rings = []
             for n in self.lengths:
                 whole = -(-n // self.tokens)
-                rings.append(whole if window is None else min(whole, -(-(window - 1 + longest_chunk) // self.tokens) + 1))
+                rings.append(
+                    whole if window is None else min(whole, -(-(window - 1 + longest_chunk) // self.tokens) + 1)
+                )
             self.counts[cls] = sum(rings) + 1
             places = (1 + torch.randperm(self.counts[cls] - 1, generator=generator)).tolist()
             for own, n, ring in zip(self.lists, self.lengths, rings, strict=True):

@@ -41,8 +41,9 @@ def test_values_in_use_are_those_of_the_file(config: dict[str, Any]) -> None:
     """A key that is read under another name or replaced by a default: another model without any error. Every number of
     the file is changed here, so that no default can stand in for it."""
     config["text_config"].update(
-        routed_scaling_factor=2.25, swiglu_limit=7.0, rms_norm_eps=1e-5, rope_theta=12345.0, compress_rope_theta=54321.0,
-        hc_eps=1e-4, hc_sinkhorn_iters=7, engram_pad_token_id=1, norm_topk_prob=False, scoring_func="sigmoid",
+        routed_scaling_factor=2.25, swiglu_limit=7.0, rms_norm_eps=1e-5, rope_theta=12345.0, hc_eps=1e-4,
+        compress_rope_theta=54321.0, hc_sinkhorn_iters=7, engram_pad_token_id=1, norm_topk_prob=False,
+        scoring_func="sigmoid",
     )  # fmt: skip
     config["vision_config"]["rope_theta"] = 77.0
     parsed = as_json(DeepseekV41Config.from_dict(config))
@@ -51,7 +52,13 @@ def test_values_in_use_are_those_of_the_file(config: dict[str, Any]) -> None:
 
 def test_released_bookkeeping_is_no_setting(config: dict[str, Any]) -> None:
     """Keys that say nothing about the forward are dropped; the older spelling of dtype is understood."""
-    extra = {"transformers_version": "5.1", "_name_or_path": "x", "bos_token_id": 0, "eos_token_id": 1, "use_cache": True}
+    extra = {
+        "transformers_version": "5.1",
+        "_name_or_path": "x",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "use_cache": True,
+    }
     parsed = DeepseekV41Config.from_dict(config | extra | {"torch_dtype": "float16"})
     assert parsed.dtype == "float16"
     assert dataclasses.replace(parsed, dtype=config["dtype"]) == DeepseekV41Config.from_dict(config)
@@ -189,7 +196,12 @@ def test_a_model_without_its_token_map_says_so(lab: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "hint"),
-    [("deepseek_v4", "did you mean"), ("deepseekv41", "did you mean 'deepseek_v41'"), ("llama", "this build runs"), (None, "None")],
+    [
+        ("deepseek_v4", "did you mean"),
+        ("deepseekv41", "did you mean 'deepseek_v41'"),
+        ("llama", "this build runs"),
+        (None, "None"),
+    ],
 )
 def test_other_families_are_refused(kind: str | None, hint: str) -> None:
     """Weights of another model under names that happen to fit."""

@@ -24,7 +24,8 @@ WINDOW, TOP_K = 8, 4
 SWAPPED: dict[str, Any] = {"compress_ratios": [0, 1, 1, 2, 2, 0, 0]}
 ONE_LAYER: dict[str, Any] = {
     "num_hidden_layers": 1, "compress_ratios": [0, 0, 0], "kv_source_layer_ids": [], "index_source_layer_ids": [],
-    "candidate_source_layer_id": -1, "engram_layer_ids": [], "engram_num_embeddings": [], "dspark_target_layer_ids": [0],
+    "candidate_source_layer_id": -1, "engram_layer_ids": [], "engram_num_embeddings": [],
+    "dspark_target_layer_ids": [0],
 }  # fmt: skip
 
 
@@ -156,19 +157,15 @@ class Dense:
             self.blocks = kept
 
 
-@pytest.mark.parametrize("n", [2 * WINDOW, 31])
-@pytest.mark.parametrize("split", ["whole", "cut", "single"])
+@pytest.mark.parametrize("splits", [[2 * WINDOW], [31], [7, 2, 22], [1] * 2 * WINDOW], ids=["16", "31", "cut", "ones"])
 @pytest.mark.parametrize("changes", [{}, SWAPPED], ids=["2:1", "1:1 then 2:1"])
-def test_attention_equals_dense_masks(lab: Any, changes: dict[str, Any], split: str, n: int) -> None:
-    """A row at distance window - 1 lost or one at distance window kept; a group visible before its last token; the wrong
+def test_attention_equals_dense_masks(lab: Any, changes: dict[str, Any], splits: list[int]) -> None:
+    """A row at distance window - 1 lost or one at distance window kept; a group visible before its last token; wrong
     rotation of rows, keys, queries or outputs; a shared selection of the wrong layer; candidates ignored; one norm too
     many on the queries. Every layer is checked on the inputs that it really got."""
-    if split == "single" and n != 2 * WINDOW:
-        pytest.skip("one length is enough one by one")
-    model, prompt = lab.model(**changes), lab.illustrated(lab.model(**changes), n)
-    schedule = {"whole": [[n]], "cut": [[7], [2], [n - 9]], "single": [[1]] * n}[split]
+    model = lab.model(**changes)
     with watching(model, [".attn"]) as calls:
-        fed = lab.feed(model, [prompt], schedule)
+        fed = lab.feed(model, [lab.illustrated(model, sum(splits))], [[n] for n in splits])
     dense = Dense(model)
     for i, layer in enumerate(model.layers):
         y = dense.layer(layer.attn, calls.given(f"layers.{i}.attn"))
@@ -200,7 +197,9 @@ def test_rotations_by_kind_of_layer(lab: Any) -> None:
     base = np.array([c.compress_rope_theta ** (-2 * j / dim) for j in range(dim // 2)])
     yarn = c.rope_scaling
     low, high = (
-        dim * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(c.compress_rope_theta))
+        dim
+        * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi))
+        / (2 * math.log(c.compress_rope_theta))
         for turns in (yarn.beta_fast, yarn.beta_slow)
     )
     low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
@@ -250,9 +249,7 @@ def loop_mixes(hc: nn.Module, streams: np.ndarray, copies: int, iterations: int)
 def test_hyper_connections_equal_a_loop(lab: Any, copies: int, iterations: int) -> None:
     """The mixing matrix transposed, the order pre/post/comb, Sinkhorn starting with columns, and above all the delay:
     `pre` of a sublayer is used by the next one. Inputs of all sublayers follow from their outputs alone."""
-    model = lab.model(
-        hc_mult=copies, hc_sinkhorn_iters=iterations, engram_layer_ids=[], engram_num_embeddings=[]
-    )
+    model = lab.model(hc_mult=copies, hc_sinkhorn_iters=iterations, engram_layer_ids=[], engram_num_embeddings=[])
     prompt = lab.illustrated(model, 5)
     with watching(model, [".attn", ".ffn"]) as calls:
         fed = lab.feed(model, [prompt], trace=True)

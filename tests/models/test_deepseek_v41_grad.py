@@ -160,7 +160,9 @@ def double() -> Iterator[None]:
 @pytest.fixture
 def c(lab: Any, double: None) -> TextConfig:
     """The text config of a model whose parts are small enough to differentiate number by number."""
-    config = lab.config(hidden_size=4, head_dim=4, qk_rope_head_dim=2, hc_mult=2, hc_sinkhorn_iters=3, engram_head_dim=2)
+    config = lab.config(
+        hidden_size=4, head_dim=4, qk_rope_head_dim=2, hc_mult=2, hc_sinkhorn_iters=3, engram_head_dim=2
+    )
     return DeepseekV41Config.from_dict(config).text_config
 
 

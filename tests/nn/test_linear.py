@@ -60,17 +60,19 @@ def test_logits_are_summed_and_kept_in_float32(rng: torch.Generator) -> None:
 
 
 @pytest.mark.usefixtures("bf16")
-def test_packed_weights_multiply_like_plain_ones(rng: torch.Generator) -> None:
-    """The inference form holds other bytes of the same values: the sums must be float32 and rounded once."""
+@pytest.mark.parametrize("shape", [(48, 64), (544, 512)], ids=["small", "large"])
+def test_packed_weights_multiply_like_plain_ones(shape: tuple[int, int], rng: torch.Generator) -> None:
+    """The inference form holds other bytes of the same values: the sums must be float32 and rounded once. Small weights
+    and large ones have forms of their own, and float16 alone would flush or overflow the values of two of these."""
     if kernels.pack_linear(torch.ones(4, 4, dtype=torch.bfloat16)) is None:
         pytest.skip("this torch has no packed products")
-    model = nn.ModuleDict(
-        {"linear": Linear(48, 64), "tiny": Linear(48, 64), "huge": Linear(48, 64), "grouped": GroupedLinear(2, 24, 64)}
-    )
+    n, k = shape
+    model = nn.ModuleDict({name: Linear(n, k) for name in ("linear", "tiny", "huge")})
+    model["grouped"] = GroupedLinear(2, n, k)
     filled(model, rng)
-    model["tiny"].weight.mul_(2.0**-40)  # float16 alone would flush these, and overflow on those
+    model["tiny"].weight.mul_(2.0**-40)
     model["huge"].weight.mul_(2.0**40)
-    x = torch.randn(9, 64, generator=rng).bfloat16()
+    x = torch.randn(9, k, generator=rng).bfloat16()
     exact = {name: part.weight.double() for name, part in model.items()}
     prepare(model)
     assert all(part.weight is None and part.packed is not None for part in model.values())
@@ -79,18 +81,18 @@ def test_packed_weights_multiply_like_plain_ones(rng: torch.Generator) -> None:
         assert wide.dtype == torch.float32 and (wide - y).abs().max() < 1e-5 * y.abs().max()
         assert model[name](x).equal(wide.bfloat16())
     pair = torch.stack([x, -x], dim=1)
-    y = torch.stack([x.double() @ exact["grouped"][:24].T, -x.double() @ exact["grouped"][24:].T], dim=1)
+    y = torch.stack([x.double() @ exact["grouped"][:n].T, -x.double() @ exact["grouped"][n:].T], dim=1)
     assert (model["grouped"](pair) - y).abs().max() < 2**-7 * y.abs().max()
 
 
-def test_values_that_float16_cannot_hold_stay_plain(rng: torch.Generator) -> None:
-    """A matrix with both tiny and large values loses the tiny ones in float16: it must keep its own form."""
-    weight = filled(Weight(3, 4, dtype=torch.bfloat16), rng)
+def test_values_that_float16_cannot_hold_are_kept(rng: torch.Generator) -> None:
+    """A matrix with both tiny and large values loses the tiny ones in float16, whatever the scale."""
+    weight = filled(Weight(520, 512, dtype=torch.bfloat16), rng)
     weight.weight[0, 0], weight.weight[2, 3] = 2.0**-60, 2.0**20
+    values = weight.weight.clone()
     prepare(weight)
-    assert weight.weight is not None and weight.packed is None
-    one = torch.eye(4, dtype=torch.bfloat16)
-    assert weight.multiply(one).T.equal(weight.weight)
+    one = torch.eye(512, dtype=torch.bfloat16)
+    assert weight.multiply(one).T.equal(values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

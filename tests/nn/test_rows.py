@@ -83,7 +83,8 @@ def test_previous_ids() -> None:
 
 
 def test_tails() -> None:
-    """Tokens from a position on: the packed indices must point at the same tokens, also when a sequence has none left."""
+    """Tokens from a position on: the packed indices must point at the same tokens, also when a sequence has none
+    left."""
     tape = Tape(record=True)
     chunks = [Chunk([1, 2, 3, 4], 10, types=[-1, -1, 0, 1]), Chunk([5, 6], 0, context=[]), Chunk([7, 8, 9], 4)]
     batch = ForwardBatch(chunks, tape=tape)
@@ -121,7 +122,12 @@ class Feeder:
         for group in GROUPS:
             for layer in group.layers:
                 table = view.append(group.name, layer, self.new_rows(group, layer, batch))
-                assert table.equal(view.table(group.name, layer), ) or table.isnan().any()
+                assert (
+                    table.equal(
+                        view.table(group.name, layer),
+                    )
+                    or table.isnan().any()
+                )
                 self.check_sequences(view, group, layer, table)
                 if group.window is not None:
                     self.check_window(view, group, layer, table)

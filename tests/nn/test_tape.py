@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
+from finback.base.runtime import NonFiniteError
 from finback.nn.tape import Tape, Trace
 
 PICK = torch.tensor([[1, 2], [3, -1]])
@@ -37,11 +36,10 @@ def test_record_keeps_choices_and_trace_everything(options: dict[str, bool], not
         assert not tape.seen["layer0.stream"].requires_grad, "a trace must not hold the graph of the forward"
 
 
-@pytest.mark.parametrize("compute", [never])
-def test_replayed_choices_are_used_and_recorded(compute: Callable[[], Tensor]) -> None:
+def test_replayed_choices_are_used_and_recorded() -> None:
     """The work of choosing is not done when the choice is given; what is not given is chosen freely."""
     tape = Tape({"layer0.selected": PICK}, record=True)
-    assert tape.choose("layer0.selected", compute) is PICK
+    assert tape.choose("layer0.selected", never) is PICK
     assert tape.choose("layer1.selected", lambda: PICK + 1).equal(PICK + 1)
     assert tape.seen["layer0.selected"] is PICK and tape.seen["layer1.selected"].equal(PICK + 1)
 
@@ -52,3 +50,13 @@ def test_a_record_is_a_replay() -> None:
     first.choose("layer0.experts", lambda: PICK)
     assert Tape(first.seen).choose("layer0.experts", never) is PICK
     assert Tape(Trace(first.seen)).choose("layer0.experts", never) is PICK
+
+
+def test_non_finite_scores_name_the_choice() -> None:
+    """A kernel knows that its scores are NaN, not whose they are: without a layer's name nobody finds the weight."""
+
+    def fails() -> Tensor:
+        raise NonFiniteError("index scores contain NaN")
+
+    with pytest.raises(NonFiniteError, match=r"layer3\.selected: index scores contain NaN"):
+        Tape().choose("layer3.selected", fails)

@@ -6,7 +6,8 @@ import difflib
 import logging
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 logger = logging.getLogger("finback")
 
@@ -49,6 +50,24 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for error texts: " (did you mean 'x'?)" when a known name is close to `name`, else ""."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def release_freed_memory() -> None:
+    """Give freed pages back to the system where the C library keeps them (glibc keeps freed blocks below 32 MB, holes
+    between others included, and they count as resident)."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@lru_cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    import ctypes
+
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another C library
+        return None
 
 
 def rank() -> int:

@@ -116,9 +116,7 @@ class Pages:
     def can_extend(self, table: PageTable, length: int) -> bool:
         """Whether `extend` would succeed."""
         need = -(-length // self.page_tokens)
-        return all(
-            need - len(table.pages.get(cls, ())) <= pool.free + pool.idle for cls, pool in self.pools.items()
-        )
+        return all(need - len(table.pages.get(cls, ())) <= pool.free + pool.idle for cls, pool in self.pools.items())
 
     def extend(self, table: PageTable, length: int) -> None:
         """Hold pages for `length` tokens in every class, evicting idle ones. Raises OutOfPages and then has taken

@@ -35,9 +35,7 @@ class Engine:
     Not thread-safe: add, abort and step from one thread (`AsyncEngine` does). Raises ConfigError.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Tokenizer | None, args: EngineArgs, *, drafter: Drafter | None = None
-    ):
+    def __init__(self, model: Any, tokenizer: Tokenizer | None, args: EngineArgs, *, drafter: Drafter | None = None):
         self.args, self.tokenizer, self.stats = args, tokenizer, Stats()
         self.max_model_len = min(model.max_positions, args.max_model_len or model.max_positions)
         page_tokens = page_tokens_for(model, args.block_size)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,8 @@ class LLM:
     checkpoint. backend: "auto" or "torch". progress: called with (bytes done, bytes in all) while loading.
 
     draft: "auto" speculates with the model's own draft layers where it has some, "ngram" with repetitions in the text
-    (any model), "model" insists on draft layers, None not at all; or a `SpeculativeConfig`. limits: fields of
-    `EngineArgs` (max_num_seqs, max_model_len, kv_cache_memory_bytes, enable_prefix_caching, deterministic, ...), prefill
-    among them.
+    (any model), "model" insists on draft layers, None not at all; or a `SpeculativeConfig`. limits: the fields
+    of `EngineArgs` (max_num_seqs, max_model_len, kv_cache_memory_bytes, enable_prefix_caching, deterministic, ...).
 
     Raises ConfigError, CheckpointError (before weights are allocated), KernelUnavailable.
     """
@@ -71,8 +71,7 @@ class LLM:
         self.model = load_model(
             checkpoint, device=check_device(device), dtype=dtype, rounding=rounding, progress=progress
         )
-        if prefill == "window_tail" and hasattr(self.model, "window_tail"):
-            self.model.window_tail = True
+        self.model.window_tail = prefill == "window_tail"
         self.config = checkpoint.config
         has_tokenizer = (checkpoint.path / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.load(checkpoint.path) if has_tokenizer else None
@@ -108,9 +107,11 @@ class LLM:
 
         The result does not depend on `splits` nor on which sequences are scored together. Raises RequestError.
         """
+        if isinstance(token_ids, Tensor):
+            token_ids = token_ids.tolist()
         single = not len(token_ids) or not isinstance(token_ids[0], Sequence | Tensor)
-        sequences = [[int(i) for i in s] for s in ([token_ids] if single else token_ids)]  # type: ignore[union-attr]
-        wrap = (lambda value: [value]) if single else list
+        sequences = [token_list(s) for s in ([token_ids] if single else token_ids)]  # type: ignore[union-attr]
+        wrap: Callable[[Any], list[Any]] = (lambda value: [value]) if single else list
         picture_lists = wrap(images) if images is not None else [None] * len(sequences)
         states = [self._state(ids, pics) for ids, pics in zip(sequences, picture_lists, strict=True)]
         for state in states:
@@ -205,7 +206,9 @@ class LLM:
         return self.tokenizer.encode(text, add_bos=self.tokenizer.bos_id is not None)
 
     def _start(self, prompts: Any, sampling: SamplingParams | Sequence[SamplingParams] | None) -> list[Running]:
-        if isinstance(prompts, str | Mapping) or (len(prompts) and isinstance(prompts[0], int)):
+        if isinstance(prompts, Tensor):
+            prompts = prompts.tolist()
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         params = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(params) != len(prompts):
@@ -235,7 +238,7 @@ class LLM:
             raise RequestError(
                 f"a prompt is {type(prompt).__name__}; give a string, token ids or {{'prompt_token_ids': [...]}}"
             )
-        return self._state([int(i) for i in prompt], images)
+        return self._state(token_list(prompt), images)
 
     # -- shared ----------------------------------------------------------------------------------------------------
 
@@ -260,6 +263,17 @@ class LLM:
         """RequestError when `length` tokens are more than the model has positions."""
         if length > self.model.max_positions:
             raise RequestError(f"{what}: {length} tokens, but the model has {self.model.max_positions} positions")
+
+
+def token_list(values: Iterable[Any]) -> list[int]:
+    """Token ids of any integer type as Python ints. Raises RequestError for anything else; nothing is rounded."""
+    ids = []
+    for value in values:
+        try:
+            ids.append(operator.index(value))
+        except TypeError:
+            raise RequestError(f"a token id is {value!r} ({type(value).__name__}); ids are integers") from None
+    return ids
 
 
 def check_device(name: str) -> torch.device:

@@ -1,10 +1,10 @@
-"""Runs packed forwards of one model on paged rows: makes batches from sequences, finds where non-finite values start."""
+"""Runs packed forwards of one model on paged rows: makes batches from sequences, finds where bad values start."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,19 +79,24 @@ class Runner:
         self.pages.release(slot.table)
 
     @contextlib.contextmanager
-    def settings(self) -> Iterator[None]:
+    def settings(self) -> Generator[None]:
         """The kernels that this runner's model is to use."""
         with kernels.backend(self.backend), kernels.deterministic(self.deterministic), torch.inference_mode():
             yield
 
     def forward(self, work: Sequence[tuple[Slot, int]], tape: Tape | None = None) -> Tensor:
         """Run the next `n` tokens of each slot and return hidden states [T, D], T = sum of n. The new tokens count as
-        computed afterwards, and pages behind windows are recycled."""
+        computed afterwards, and pages behind windows are recycled. Raises NonFiniteError naming a layer where selecting
+        rows met NaN."""
         for slot, n in work:
             self.pages.extend(slot.table, slot.state.computed + n)
-        with self.settings():
-            batch = self.batch([Work(slot, n) for slot, n in work], tape)
-            hidden = self.model(batch, self.store.view(batch))
+        parts = [Work(slot, n) for slot, n in work]
+        try:
+            with self.settings():
+                batch = self.batch(parts, tape)
+                hidden = self.model(batch, self.store.view(batch))
+        except NonFiniteError:
+            raise NonFiniteError(self.diagnose(parts, "score")) from None
         for slot, n in work:
             slot.state.computed += n
             self.pages.recycle(slot.table, slot.state.computed)
@@ -111,8 +116,9 @@ class Runner:
             for w, count in zip(work, returned_rows(batch, len(hidden)), strict=True):
                 end += count
                 rows += range(end - w.wanted, end)
-            picked = hidden if len(rows) == len(hidden) else hidden[torch.tensor(rows, dtype=torch.int64).to(self.device)]
-            return self.model.logits(picked) if rows else hidden.new_empty(0, self.model.vocab_size)
+            if not rows:
+                return hidden.new_empty(0, self.model.vocab_size)
+            return self.model.logits(hidden if len(rows) == len(hidden) else hidden[batch.tensor(rows)])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, D] -> [n, V] float32 (float64)."""
@@ -164,15 +170,18 @@ class Runner:
 
     def diagnose(self, work: Sequence[Work], what: str) -> str:
         """Run `work` once more and say where its first non-finite value is."""
-        tape = Tape(trace=True)
-        # Selecting rows by NaN scores raises; what was noted before it is what counts.
-        with contextlib.suppress(NonFiniteError), self.settings():
-            batch = self.batch(work, tape)
-            self.model(batch, self.store.view(batch))
+        tape, where = Tape(trace=True), "after the last layer"
+        try:
+            with self.settings():
+                batch = self.batch(work, tape)
+                self.model(batch, self.store.view(batch))
+        except NonFiniteError as error:  # rows cannot be selected by NaN scores; an earlier layer may be the cause
+            where = f"first in {error}"
         bad = [
             name for name, value in tape.seen.items() if value.is_floating_point() and not bool(value.isfinite().all())
         ]
-        where = f"first in {bad[0]}" if bad else "after the last layer"
+        if bad:
+            where = f"first in {bad[0]}"
         return (
             f"{what}: the model computed NaN or infinity ({where}); no text is made from it. "
             "Check that layer's weights, or run with dtype='float32'"
@@ -210,7 +219,7 @@ def page_bytes(groups: Sequence[RowGroup], page_tokens: int, dtype: torch.dtype)
 
 
 def replay_slice(replay: Mapping[str, Sequence[Tensor]], parts: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
-    """Replayed choices for one forward. replay: name -> one tensor [n, k] a sequence; parts: (sequence, start, stop)."""
+    """Replayed choices for a forward. replay: name -> one tensor [n, k] a sequence; parts: (sequence, start, stop)."""
     picked = {}
     for name, tensors in replay.items():
         width = max(tensors[s].shape[1] for s, _, _ in parts)

@@ -17,7 +17,13 @@ class Running:
     steps added, for whoever takes them out. arrived, last_time: clock at its arrival and its last token."""
 
     def __init__(
-        self, request_id: str, slot: Slot, params: SamplingParams, picker: Picker, tokenizer: Tokenizer | None, longest: int
+        self,
+        request_id: str,
+        slot: Slot,
+        params: SamplingParams,
+        picker: Picker,
+        tokenizer: Tokenizer | None,
+        longest: int,
     ):
         self.request_id, self.slot, self.params, self.picker = request_id, slot, params, picker
         self.output = RequestOutput(

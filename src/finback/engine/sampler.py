@@ -23,6 +23,8 @@ GREEDY_BELOW = 1e-5  # a smaller temperature means 0: beyond it only ties are le
 TOKEN, ACCEPT, DRAFT = 1, 2, 3
 """Purposes of a draw: a token of the output, whether a draft is accepted, a draft."""
 
+_LIKELIEST = 1024  # tokens that top-p looks at first
+_CACHED = 2**17  # numbers that a CPU works on at once: a few such arrays stay in its cache
 _WORD = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15  # splitmix64's increment and multipliers
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -46,12 +48,26 @@ def distribution(lines: Tensor, params: SamplingParams) -> Tensor:
         border = probs.topk(params.top_k, dim=-1).values[..., -1:]
         probs = probs.masked_fill(probs < border, 0)
     if params.top_p < 1:
-        ordered = probs.sort(dim=-1, descending=True).values
-        before = ordered.cumsum(-1) - ordered
-        kept = before < params.top_p * ordered.sum(-1, keepdim=True)
-        border = ordered.masked_fill(~kept, float("inf")).amin(-1, keepdim=True)
-        probs = probs.masked_fill(probs < border, 0)
+        probs = probs.masked_fill(probs < _top_p_border(probs, params.top_p), 0)
     return probs / probs.sum(-1, keepdim=True)
+
+
+def _top_p_border(probs: Tensor, top_p: float) -> Tensor:
+    """[..., 1]: the smallest probability that top-p keeps. Sorting all of a large vocabulary is what costs here, and
+    the likeliest few tokens nearly always hold enough."""
+    enough = top_p * probs.sum(-1, keepdim=True)
+    border, found = _border_among(probs.topk(min(_LIKELIEST, probs.shape[-1]), dim=-1).values, enough)
+    missing = ~found.squeeze(-1)
+    if bool(missing.any()):
+        ordered = probs[missing].sort(dim=-1, descending=True).values
+        border[missing] = _border_among(ordered, enough[missing])[0]
+    return border
+
+
+def _border_among(ordered: Tensor, enough: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest of `ordered` (falling) before which less than `enough` lies, and whether there are smaller ones."""
+    kept = ordered.cumsum(-1) - ordered < enough
+    return ordered.masked_fill(~kept, float("inf")).amin(-1, keepdim=True), ~kept[..., -1:]
 
 
 def draw_key(seed: int, purpose: int, first: int, second: int = 0) -> int:
@@ -71,8 +87,12 @@ def uniform(keys: Tensor, ids: Tensor) -> Tensor:
 def race(probs: Tensor, keys: Tensor) -> Tensor:
     """One token of each distribution: probs [n, V] float64, keys [n] int64 -> [n] int64. Needs no normalisation."""
     ids = torch.arange(probs.shape[1], device=probs.device)
-    arrivals = -uniform(keys.to(probs.device).unsqueeze(1), ids).log() / probs
-    return arrivals.argmin(dim=1)  # a token of probability 0 arrives at infinity
+    at_once = max(1, _CACHED // len(ids)) if probs.device.type == "cpu" else len(probs)
+    winners = []
+    for part, key in zip(probs.split(at_once), keys.to(probs.device).split(at_once), strict=True):
+        arrivals = -uniform(key.unsqueeze(1), ids).log() / part
+        winners.append(arrivals.argmin(dim=1))  # a token of probability 0 arrives at infinity
+    return torch.cat(winners)
 
 
 def logprobs(lines: Tensor, token: int, count: int) -> TokenLogprobs:

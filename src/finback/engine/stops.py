@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopStrings:
     """Lets text through up to the first stop string, holding back what may still become one.
 
-    The text given out never contains a stop string (but its end where `include` keeps it) or anything after it, whatever
-    pieces it came in.
+    The text given out never contains a stop string (but at its end where `include` keeps it) or anything after it,
+    whatever pieces it came in.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False):

@@ -21,6 +21,7 @@ depend on drafts before i only (drafters.py keeps to that).
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -97,26 +98,34 @@ class Picker:
 
         Raises NonFiniteError for NaN or infinity in `logits`, RequestError where the settings leave no token.
         """
-        if not bool(logits.isfinite().all()):
+        if not all(_finite_rows(logits)):
             raise NonFiniteError(_NON_FINITE)
         return self._verify(logits, drafted, None)
 
     def draft_keys(self, count: int) -> list[int]:
         """Keys of the draws of the next `count` drafts (sampler.race)."""
-        start = len(self.output)
         if self.coupled:
-            return [draw_key(self.seed, TOKEN, start + i) for i in range(count)]
-        return [draw_key(self.seed, DRAFT, start, i) for i in range(count)]
+            return [self.token_key(i) for i in range(count)]
+        return [draw_key(self.seed, DRAFT, len(self.output), i) for i in range(count)]
 
-    def _verify(self, logits: Tensor, drafted: Drafted | None, likeliest: list[int] | None) -> Verified:
-        """likeliest: the argmax of every row where it is known already."""
+    def token_key(self, ahead: int) -> int:
+        """Key of the draw of the token `ahead` positions after the next one, under rule "coupled"."""
+        return draw_key(self.seed, TOKEN, len(self.output) + ahead)
+
+    @property
+    def plain(self) -> bool:
+        """Whether each row's token depends on nothing but that row."""
+        return self.coupled and not self._processors and self.params.logprobs_mode == "raw_logprobs"
+
+    def _verify(self, logits: Tensor, drafted: Drafted | None, picks: list[int] | None) -> Verified:
+        """picks: every row's token, where it is known already."""
         drafts = drafted.tokens if drafted is not None else []
         assert logits.shape == (len(drafts) + 1, self._vocab_size)
         kept: list[Tensor] | None = None
         if self.params.logprobs is not None and self.params.logprobs_mode == "processed_logprobs":
             kept = []
         if self.coupled:
-            tokens = self._match(logits, drafts, kept, likeliest)
+            tokens = self._match(logits, drafts, kept, picks)
         else:
             tokens = self._reject(logits, drafts, drafted.probs if drafted is not None else None, kept)
         if self.params.logprobs is None:
@@ -130,40 +139,31 @@ class Picker:
     # -- acceptance by equality ------------------------------------------------------------------------------------
 
     def _match(
-        self, logits: Tensor, drafts: Sequence[int], kept: list[Tensor] | None, likeliest: list[int] | None
+        self, logits: Tensor, drafts: Sequence[int], kept: list[Tensor] | None, picks: list[int] | None
     ) -> list[int]:
-        picks = iter(likeliest) if self._plain and likeliest is not None else self._picks(logits, kept)
         tokens = []
-        for i, token in enumerate(picks):
+        for i, token in enumerate(self._picks(logits, kept) if picks is None else picks):
             self._processors.push(token)
             tokens.append(token)
             if i == len(drafts) or token != drafts[i] or token in self._ends:
                 break
         return tokens
 
-    @property
-    def _plain(self) -> bool:
-        """Whether the argmax of the logits as they are is all that is needed."""
-        return self.greedy and not self._processors and self.params.logprobs_mode == "raw_logprobs"
-
     def _picks(self, logits: Tensor, kept: list[Tensor] | None) -> Iterator[int]:
         """Each row's token as plain decoding picks it; the next one may be asked for once the last one was pushed."""
-        start = len(self.output)
+        keys = [self.token_key(i) for i in range(len(logits))]
         if not self._processors:
-            yield from self._choose(logits, start, kept)
+            yield from self._pick(logits, keys, kept)
             return
-        for i, line in enumerate(logits):
-            yield from self._choose(self._processors.line(line).unsqueeze(0), start + i, kept)
+        for line, key in zip(logits, keys, strict=True):
+            yield from self._pick(self._processors.line(line).unsqueeze(0), [key], kept)
 
-    def _choose(self, lines: Tensor, position: int, kept: list[Tensor] | None) -> list[int]:
-        """Tokens of processed logits [n, V] at output positions `position`, ..."""
-        probs = None if self.greedy else distribution(lines, self.params)
+    def _pick(self, lines: Tensor, keys: Sequence[int], kept: list[Tensor] | None) -> list[int]:
+        """The tokens of processed logits [n, V]; their log probabilities [V] are appended to `kept`."""
+        tokens, probs = _choose(lines, self, keys)
         if kept is not None:
             kept += torch.log_softmax(lines.double(), dim=-1) if probs is None else probs.log()
-        if probs is None:
-            return lines.argmax(dim=1).tolist()
-        keys = [draw_key(self.seed, TOKEN, position + i) for i in range(len(lines))]
-        return sampler.race(probs, key_tensor(keys)).tolist()
+        return tokens
 
     # -- acceptance by rejection sampling --------------------------------------------------------------------------
 
@@ -210,23 +210,56 @@ class Picker:
 def verify_batch(work: Sequence[tuple[Picker, Drafted | None]], logits: Tensor) -> list[Verified | FinbackError]:
     """`Picker.verify` for many requests at once. logits: [sum of (k + 1), V], the requests' rows one after another.
 
-    What fails for one request is its entry of the result, and leaves the others alone. Plain greedy requests share one
-    argmax, so a batch of them costs one look at the device.
+    What fails for one request is its entry of the result, and leaves the others alone. Requests without settings that
+    look back, and with the same temperature and filters, are picked for together.
     """
-    finite = logits.isfinite().all(dim=1).tolist()
-    likeliest = logits.argmax(dim=1).tolist() if any(picker.greedy for picker, _ in work) else []
+    finite = _finite_rows(logits)
+    ends = list(itertools.accumulate(1 + (len(d.tokens) if d is not None else 0) for _, d in work))
+    spans = list(zip([0, *ends], ends, strict=False))
+    picks = _shared_picks([picker for picker, _ in work], spans, logits)
     results: list[Verified | FinbackError] = []
-    end = 0
-    for picker, drafted in work:
-        begin, end = end, end + 1 + (len(drafted.tokens) if drafted is not None else 0)
+    for i, ((picker, drafted), (begin, end)) in enumerate(zip(work, spans, strict=True)):
         if not all(finite[begin:end]):
             results.append(NonFiniteError(_NON_FINITE))
             continue
         try:
-            results.append(picker._verify(logits[begin:end], drafted, likeliest[begin:end] or None))
+            results.append(picker._verify(logits[begin:end], drafted, picks.get(i)))
         except FinbackError as error:
             results.append(error)
     return results
+
+
+def _finite_rows(logits: Tensor) -> list[bool]:
+    """Whether each row of [n, V] is free of NaN and infinity."""
+    finite = logits.sum(dim=1).isfinite()  # one pass without a copy; only an overflow of the sum itself is in doubt
+    return finite.tolist() if bool(finite.all()) else logits.isfinite().all(dim=1).tolist()
+
+
+def _shared_picks(pickers: Sequence[Picker], spans: Sequence[tuple[int, int]], logits: Tensor) -> dict[int, list[int]]:
+    """By request: each row's token, where it depends on nothing but that row."""
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for i, picker in enumerate(pickers):
+        if picker.plain:
+            p = picker.params
+            how = () if picker.greedy else (p.temperature, p.min_p, p.top_k, p.top_p)
+            groups.setdefault(how, []).append(i)
+    picks = {}
+    for members in groups.values():
+        rows = [row for i in members for row in range(*spans[i])]
+        lines = logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+        keys = [pickers[i].token_key(row - spans[i][0]) for i in members for row in range(*spans[i])]
+        tokens = iter(_choose(lines, pickers[members[0]], keys)[0])
+        for i in members:
+            picks[i] = [next(tokens) for _ in range(*spans[i])]
+    return picks
+
+
+def _choose(lines: Tensor, picker: Picker, keys: Sequence[int]) -> tuple[list[int], Tensor | None]:
+    """A token of each line of processed logits [n, V], and the probabilities they were drawn from (None: greedy)."""
+    if picker.greedy:
+        return lines.argmax(dim=1).tolist(), None
+    probs = distribution(lines, picker.params)
+    return sampler.race(probs, key_tensor(keys)).tolist(), probs
 
 
 class Pickers:

@@ -51,7 +51,7 @@ def backend(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(on: bool = True) -> Iterator[None]:
-    """Let no token's result depend on its neighbours, not even in the last bit, inside the block (`on` False: as usual).
+    """Let no token's result depend on its neighbours inside the block, not even in the last bit (`on` False: as usual).
 
     Products run in padded blocks of fixed shape: on a CPU a prompt takes two to three times as long in float32, a
     decode step of few sequences up to twice as long; packed bfloat16 weights cost next to nothing. It holds for one
@@ -102,7 +102,7 @@ def sparse_attention(
     """
     if released_columns is None and is_grad_enabled() and len(q):
         if q.requires_grad or any(rows.requires_grad for rows, _ in scopes):
-            found = _training.spans(scopes)
+            found = _training.ranges(scopes)
             if _training.dense_pays(q, scopes, found):
                 return _training.masked_attention(q, scopes, sink, scale, value_width=value_width, found=found)
     return _attention.sparse_attention(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
 
+from finback.base.runtime import NonFiniteError
+
 
 class Tape:
     """replay: name -> choices of this batch's tokens, used instead of computing them. record: keep choices in `.seen`.
@@ -37,10 +39,14 @@ class Tape:
         self.kept: dict[str, Tensor] = {}
 
     def choose(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """The replayed choice of that name if there is one, else what `compute()` returns."""
+        """The replayed choice of that name if there is one, else what `compute()` returns. A NonFiniteError in it gets
+        the name."""
         choice = self.replay.get(name)
         if choice is None:
-            choice = compute()
+            try:
+                choice = compute()
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{name}: {error}") from None
         if self.record:
             self.seen[name] = choice
         return choice
@@ -51,8 +57,8 @@ class Tape:
             self.seen[name] = value.detach()
 
     def keep(self, name: str, compute: Callable[[], Tensor]) -> None:
-        """Keep `compute()` under `name` ("layer3.indexer_kl") where such a term is wanted. A layer that is recomputed in
-        the backward pass replaces what its forward left here by equal values."""
+        """Keep `compute()` under `name` ("layer3.indexer_kl") where such a term is wanted. A layer that is recomputed
+        in the backward pass replaces what its forward left here by equal values."""
         if name.rsplit(".", 1)[1] in self.terms:
             self.kept[name] = compute()
 

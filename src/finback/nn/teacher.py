@@ -9,9 +9,9 @@ from torch import Tensor
 def selection_kl(scores: Tensor, mass: Tensor, index: Tensor) -> Tensor:
     """Mean over tokens of KL(teacher || softmax(scores)) over each token's rows: a scalar.
 
-    scores: [T, C] index scores, with gradient. mass: [T, C] attention that the rows get, summed over heads; each line is
-    normalised once, here, to give the teacher. index: [T, C], negative where there is no row. Tokens without a row, or
-    whose rows get no attention at all, are left out; 0 where none remains.
+    scores: [T, C] index scores, with gradient. mass: [T, C] attention that the rows get, summed over heads; each line
+    is normalised once, here, to give the teacher. index: [T, C], negative where there is no row. Tokens without a row,
+    or whose rows get no attention at all, are left out; 0 where none remains.
     """
     absent = index < 0
     target = mass.detach().masked_fill(absent, 0)

@@ -1,12 +1,12 @@
 """From documents to batches: mixing by share, packing, held-out documents, exact resume.
 
-A batch is a fixed number of tokens. It is filled with pieces of documents, at most `length` tokens each; every piece is a
-sequence of its own (a document mask: no attention, no n-gram and no label crosses a border). The next piece comes from
-the source that lies furthest behind its share, so every batch holds all sources in about their shares. A piece that is
-cut has the next token of its document as last label, and the rest of the document goes on later as a new piece.
+A batch is a fixed number of tokens. It is filled with pieces of documents, at most `length` tokens each; every piece is
+a sequence of its own (a document mask: no attention, no n-gram and no label crosses a border). The next piece comes
+from the source that lies furthest behind its share, so every batch holds all sources in about their shares. A piece
+that is cut has the next token of its document as last label, and the rest of the document goes on later as a new piece.
 
-The state of a stream is a few integers a source. Documents are visited in an order that a seed and the number of the pass
-decide; of several ranks, each takes every n-th document of that order.
+The state of a stream is a few integers a source. Documents are visited in an order that a seed and the number of the
+pass decide; of several ranks, each takes every n-th document of that order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from finback.train.sources import Corpus, Document
 
 @dataclass(frozen=True)
 class Batch:
-    """chunks: one per piece. labels: [T] int64, the token after each, `IGNORE` = not learned. sources: tokens by source."""
+    """chunks: one per piece. labels: [T] int64, the token after each, `IGNORE` = not learned. sources: tokens by
+    source."""
 
     chunks: list[Chunk]
     labels: Tensor
@@ -66,8 +67,8 @@ class _Source:
 class Stream:
     """An endless stream of batches.
 
-    corpora: (name, corpus, share) of each source. tokens: of a batch. length: most tokens of a piece. held_out: share of
-    documents left out. rank, world: this process's part of the documents.
+    corpora: (name, corpus, share) of each source. tokens: of a batch. length: most tokens of a piece. held_out: share
+    of documents left out. rank, world: this process's part of the documents.
     """
 
     def __init__(

@@ -22,7 +22,8 @@ _LOOKED_UP = ("embedding", "engram_table")  # roles that are read by row, not mu
 @dataclass(frozen=True)
 class Estimate:
     """parameters: by role. active: parameters that multiply each token. memory: bytes by what holds them.
-    flops_per_token: forward and backward. seconds: at `_UTILISATION` of `machine_rate` (FLOP/s), which was measured."""
+    flops_per_token: forward and backward. machine_rate: FLOP/s of this machine, measured; None where it lacks the
+    device."""
 
     parameters: dict[str, int]
     active: int
@@ -30,32 +31,39 @@ class Estimate:
     flops_per_token: float
     tokens_per_step: int
     steps: int
-    machine_rate: float
+    machine_rate: float | None
 
     @property
     def total_flops(self) -> float:
         return self.flops_per_token * self.tokens_per_step * self.steps
 
     @property
-    def seconds(self) -> float:
-        return self.total_flops / (_UTILISATION * self.machine_rate)
+    def seconds(self) -> float | None:
+        """Of the whole run, at `_UTILISATION` of the machine's rate."""
+        return None if self.machine_rate is None else self.total_flops / (_UTILISATION * self.machine_rate)
 
     def text(self) -> str:
         parameters = ", ".join(f"{role} {count / 1e6:.2f}M" for role, count in self.parameters.items())
         memory = ", ".join(f"{what} {size / 2**20:,.0f} MiB" for what, size in self.memory.items())
-        hours = self.seconds / 3600
-        duration = f"{hours:.1f} h" if hours >= 1 else f"{self.seconds / 60:.1f} min"
         return "\n".join(
             [
                 f"parameters  {sum(self.parameters.values()) / 1e6:.2f}M ({parameters})",
                 f"active      {self.active / 1e6:.2f}M multiply each token",
                 f"memory      {sum(self.memory.values()) / 2**20:,.0f} MiB ({memory})",
                 f"operations  {self.flops_per_token / 1e6:,.0f} MFLOP a token, {self.total_flops:.2e} in all",
-                f"steps       {self.steps:,} of {self.tokens_per_step:,} tokens, {self.steps * self.tokens_per_step:,} in all",
-                f"time        about {duration}, if {_UTILISATION:.0%} of this machine's {self.machine_rate / 1e9:,.0f} "
-                "GFLOP/s is reached",
+                f"steps       {self.steps:,} of {self.tokens_per_step:,} tokens, "
+                f"{self.steps * self.tokens_per_step:,} in all",
+                f"time        {self._time()}",
             ]
         )
+
+
+    def _time(self) -> str:
+        if self.seconds is None or self.machine_rate is None:
+            return "unknown: the recipe's device is not in this machine"
+        hours = self.seconds / 3600
+        duration = f"{hours:.1f} h" if hours >= 1 else f"{self.seconds / 60:.1f} min"
+        return f"about {duration} at {_UTILISATION:.0%} of this machine's {self.machine_rate / 1e9:,.0f} GFLOP/s"
 
 
 def estimate(recipe: Recipe) -> Estimate:
@@ -122,10 +130,10 @@ def _memory(model: Any, recipe: Recipe, text: Any) -> dict[str, int]:
     }
 
 
-def _measure(device: str, dtype: torch.dtype) -> float:
+def _measure(device: str, dtype: torch.dtype) -> float | None:
     """FLOP/s of large matrix products here; a CPU's on the threads that a run would use."""
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"run.device {device!r}: torch finds no CUDA GPU here; try --set run.device=cpu")
+        return None
     n = 4096 if torch.device(device).type == "cuda" else 768
     a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
     best = math.inf

@@ -21,9 +21,9 @@ from finback.train.tokenizer import IMAGE
 
 @dataclass(frozen=True)
 class Family:
-    """complete: fills the keys of a recipe's [model] that follow from others or the tokenizer. everything: choices that make every
-    layer attend to all visible rows, for the dense stage. attention_products: multiplications a token in scores and sums
-    of a forward over sequences of that length, for estimates."""
+    """complete: fills the keys of a recipe's [model] that follow from others or the tokenizer. everything: choices that
+    make every layer attend to all visible rows, for the dense stage. attention_products: multiplications a token in
+    scores and sums of a forward over sequences of that length, for estimates."""
 
     complete: Callable[[dict[str, Any], Tokenizer | None], None]
     everything: Callable[[Any, ForwardBatch], dict[str, Tensor]]

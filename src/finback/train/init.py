@@ -1,13 +1,13 @@
 """Fresh weights for a trainable model, by the role of each tensor in the family's weight table.
 
-| tensors                    | start as                                                                                  |
-|----------------------------|-------------------------------------------------------------------------------------------|
-| matrices                   | normal, std 0.5 / sqrt(fan in), cut off at two std                                        |
-| embeddings                 | normal, std 1 / sqrt(D)                                                                   |
-| norms                      | 1, their biases 0                                                                         |
-| sinks, router biases       | 0                                                                                         |
-| hyper-connections          | an ordinary residual (below)                                                              |
-| Engram tables, their `wkv` | tables normal, std 0.02; keys as matrices; the value rows 0, so that nothing is added yet |
+| tensors                    | start as                                                                               |
+|----------------------------|----------------------------------------------------------------------------------------|
+| matrices                   | normal, std 0.5 / sqrt(fan in), cut off at two std                                     |
+| embeddings                 | normal, std 1 / sqrt(D)                                                                |
+| norms                      | 1, their biases 0                                                                      |
+| sinks, router biases       | 0                                                                                      |
+| hyper-connections          | an ordinary residual (below)                                                           |
+| Engram tables, their `wkv` | tables normal, std 0.02; keys as matrices; value rows 0, so that nothing is added yet  |
 
 A hyper-connection that starts at zeros averages its residual copies for ever: they get equal gradients and stay equal.
 So each sublayer reads one copy (`pre`: sigmoid(3) against sigmoid(-3)), writes to all of them (`post` = 1) and leaves

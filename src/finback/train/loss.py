@@ -1,7 +1,7 @@
 """Losses of packed tokens: next tokens without the whole of their logits, multi-token heads, router balance.
 
-Labels stand beside the ids and are already shifted: `labels[i]` is the token after `ids[i]`, or `IGNORE`. Sums and counts
-are kept apart, so that a step of several forwards divides once, by the targets of all of them.
+Labels stand beside the ids and are already shifted: `labels[i]` is the token after `ids[i]`, or `IGNORE`. Sums and
+counts are kept apart, so that a step of several forwards divides once, by the targets of all of them.
 """
 
 from __future__ import annotations

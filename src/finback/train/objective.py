@@ -33,8 +33,8 @@ class Result:
 
 
 def recompute_blocks(model: Model) -> None:
-    """Run every block again in the backward pass instead of keeping what it computed. What a block hands to others (rows,
-    selections) are arguments and results, so the second run is the same as the first."""
+    """Run every block again in the backward pass instead of keeping what it computed. What a block hands to others
+    (rows, selections) are arguments and results, so the second run is the same as the first."""
     for block in blocks(model):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 

@@ -1,13 +1,13 @@
 """Optimisers: Muon for matrices, AdamW for the rest, in groups by the roles of the family's weight table.
 
-Muon turns the momentum of a matrix into the nearest (semi-)orthogonal one by a Newton-Schulz iteration: 8 fast steps with
-(3.4445, -4.775, 2.0315) and 2 that settle with (2, -1.5, 0.5). The update is scaled by 0.2 sqrt(max(rows, columns)), so
-that its RMS is 0.2 as Adam's is about, and one learning rate serves all shapes. Every matrix of the *checkpoint* is
-orthogonalised on its own, however the model stacks it: experts and fused gate-up pairs in one batch, query
-up-projections head by head. Source: Muon (Jordan et al.), its RMS-matched form (Moonlight), and DeepSeek-V4's steps.
+Muon turns the momentum of a matrix into the nearest (semi-)orthogonal one by a Newton-Schulz iteration: 8 fast steps
+with (3.4445, -4.775, 2.0315) and 2 that settle with (2, -1.5, 0.5). The update is scaled by 0.2 sqrt(max(rows,
+columns)), so that its RMS is 0.2 as Adam's is about, and one learning rate serves all shapes. Every matrix of the
+*checkpoint* is orthogonalised on its own, however the model stacks it: experts and fused gate-up pairs in one batch,
+query up-projections head by head. Sources: Muon (Jordan et al.), its RMS-matched form (Moonlight), DeepSeek-V4.
 
-`Optimiser` holds float32 masters of narrower parameters: gradients are added up in float32, the step is taken there, and
-the parameters are the rounded masters.
+`Optimiser` holds float32 masters of narrower parameters: gradients are added up in float32, the step is taken there,
+and the parameters are the rounded masters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -168,7 +167,8 @@ class Optimiser:
         before clipping; with a norm that is not finite, nothing is changed."""
         c = self.config
         active = [p for p in self.parts if p.grad is not None]
-        norm = scale * math.sqrt(sum(float(p.grad.square().sum(dtype=torch.float64)) for p in active))  # type: ignore[union-attr]
+        norms = torch._foreach_norm([p.grad for p in active if p.grad is not None])
+        norm = scale * float(torch.stack(norms).norm()) if norms else 0.0
         if math.isfinite(norm):
             factor = scale * min(1.0, c.clip / norm) if c.clip and norm else scale
             for part in active:

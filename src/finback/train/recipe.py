@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from finback.base.runtime import ConfigError, nearest
-from finback.models.base import compute_dtype, family, read_fields
+from finback.models.base import family, read_fields
 from finback.train.optim import OptimConfig
 from finback.train.sources import SourceConfig
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """path: a tokenizer.json, or a folder that holds one. vocab_size: train one of that size on the sources instead, from
-    at most `characters` characters of them. Neither: sources of token ids only."""
+    """path: a tokenizer.json, or a folder that holds one. vocab_size: train one of that size on the sources instead,
+    from at most `characters` characters of them. Neither: sources of token ids only."""
 
     path: str | None = None
     vocab_size: int | None = None
@@ -60,7 +60,8 @@ class LossConfig:
 class Stage:
     """A part of the run. until: the share of the steps at which it ends. length: most tokens of a sequence, None =
     data.length. select: attend to the indexers' picks; off = to every visible row. indexer: train indexers by the KL.
-    bias_rate: step of the router biases (0 = frozen). shares: of the sources, by name; a name left out keeps its own."""
+    bias_rate: step of the router biases (0 = frozen). shares: of the sources, by name; a name left out keeps its
+    own."""
 
     until: float = 1.0
     length: int | None = None
@@ -74,9 +75,9 @@ class Stage:
 class RunConfig:
     """steps, seed, device ("cpu", "cuda"), dtype of the arithmetic ("bfloat16" keeps float32 masters). recompute: redo
     each block in the backward pass instead of keeping its activations. threads: of the CPU, 0 = as torch decides. Every
-    so many steps: save a checkpoint (the last `keep` are kept), evaluate on `eval_tokens` held-out tokens a source, print
-    a sample of `sample_tokens` for each of `prompts`; 0 = never. log_every: steps between lines where no terminal shows a
-    moving one."""
+    so many steps: save a checkpoint (the last `keep` are kept), evaluate on `eval_tokens` held-out tokens a source,
+    print a sample of `sample_tokens` for each of `prompts`; 0 = never. log_every: steps between lines where no terminal
+    shows a moving one."""
 
     steps: int
     seed: int = 0
@@ -201,7 +202,8 @@ def _resolved(recipe: Recipe, base: Path) -> Recipe:
 def _checked(recipe: Recipe) -> Recipe:
     """`recipe` if its parts fit together, else ConfigError."""
     family(recipe.model)
-    compute_dtype(recipe.run.dtype)
+    if recipe.run.dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"run.dtype {recipe.run.dtype!r}; train in 'float32' or 'bfloat16'")
     if recipe.run.steps < 1:
         raise ConfigError(f"run.steps {recipe.run.steps} must be at least 1")
     if recipe.tokenizer.path and recipe.tokenizer.vocab_size:

@@ -35,10 +35,11 @@ class SourceConfig:
     """One [[data.sources]] entry.
 
     kind: "text" (documents between blank lines, or each file whole with `whole_files`), "jsonl" (one object a line, the
-    text under `field`), "chat" (the same, `field` holding a list of turns: {"role", "content"} objects, or plain strings
-    that alternate user and assistant), "tokens" (JSON lines of lists of ids) or "huggingface" (a data set that
-    `datasets.load_from_disk` reads; `field` as for jsonl). path: a file or a folder; .xz and .gz are unpacked on the way.
-    share: of the tokens of every batch, against the shares of the other sources. limit: read only this many documents.
+    text under `field`), "chat" (the same, `field` holding a list of turns: {"role", "content"} objects, or plain
+    strings that alternate user and assistant), "tokens" (JSON lines of lists of ids) or "huggingface" (a data set that
+    `datasets.load_from_disk` reads; `field` as for jsonl). path: a file or a folder; .xz and .gz are unpacked on the
+    way. share: of the tokens of every batch, against the shares of the other sources. limit: read only this many
+    documents.
     """
 
     name: str
@@ -201,7 +202,8 @@ class Corpus:
         return Document(self.ids[span].astype(np.int64), learn)
 
     def is_held_out(self, i: int, share: float) -> bool:
-        """Whether document i is kept from training: decided by a hash of its tokens, so that copies fall on one side."""
+        """Whether document i is kept from training: decided by a hash of its tokens, so that copies fall on one
+        side."""
         digest = hashlib.sha256(self.document(i).ids.tobytes()).digest()
         return int.from_bytes(digest[:8], "little") < share * 2**64
 

@@ -1,4 +1,5 @@
-"""Training checkpoints: a folder in the released layout, which serves at once, with one file more that training resumes from.
+"""Training checkpoints: a folder in the released layout, which serves at once, with one file more that training resumes
+from.
 
     RUN/checkpoints/step-0000200/    config.json, model.safetensors (float32 masters), tokenizer.json, training.pt
     RUN/model/                       the weights at the end of the run
@@ -42,11 +43,13 @@ def _wide_views(model: Model, values: Mapping[int, Tensor]) -> Iterator[tuple[Te
 
 def save_weights(folder: Path, model: Model, config: Mapping[str, Any], values: Mapping[int, Tensor],
                  extra: Mapping[str, bytes]) -> None:  # fmt: skip
-    """Write a checkpoint of `values` (`Optimiser.masters()` or `.averages()`), and of the model where those have none."""
+    """Write a checkpoint of `values` (`Optimiser.masters()` or `.averages()`), and of the model where those have none.
+    No layout has a place for float64: it is rounded to float32."""
     tensors: dict[str, Tensor] = {}
     for spec, value in _wide_views(model, values):
         if not spec.optional:  # else a second name of a tensor
-            tensors[spec.name] = value.detach()
+            value = value.detach()
+            tensors[spec.name] = value.float() if value.dtype == torch.float64 else value
     save_checkpoint(folder, config, tensors.items(), extra_files=extra)
 
 

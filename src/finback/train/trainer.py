@@ -218,9 +218,10 @@ class Trainer:
             _sum(counts, result.counts)
         norm = self.optimiser.step(self.step, recipe.run.steps)
         if not math.isfinite(norm):
+            loss = nats / max(targets, 1)
             raise NonFiniteError(
-                f"step {self.step}: the gradient is not finite (loss {nats / max(targets, 1):.3f}). Nothing was changed; lower "
-                f"the rates in [optim], or warm up longer. The last checkpoint is {self.checkpoints.latest()}"
+                f"step {self.step}: the gradient is not finite (loss {loss:.3f}), and nothing was changed. Lower "
+                f"the rates in [optim] or warm up longer. The last checkpoint: {self.checkpoints.latest()}"
             )
         for name, router in self.objective.routers.items():
             update_router_bias(router, counts[name], stage.bias_rate)
@@ -369,7 +370,8 @@ class Progress:
         line = f"step {step}/{run.steps}  loss {metrics['loss']:.3f}"
         for name in ("indexer", "balance", "mtp"):
             line += f"  {name} {metrics[name]:.3f}" if name in metrics else ""
-        line += f"  norm {metrics['gradient_norm']:.2f}  rate {metrics['rate']:.2f}  {self.pace:,.0f} tok/s  {_duration(left)} left"
+        line += f"  norm {metrics['gradient_norm']:.2f}  rate {metrics['rate']:.2f}  {self.pace:,.0f} tok/s"
+        line += f"  {_duration(left)} left"
         if self.moving:
             print(f"\r\x1b[K{line}", end="\n" if step == run.steps else "", file=sys.stderr, flush=True)
         elif _due(step, run.log_every, run.steps):

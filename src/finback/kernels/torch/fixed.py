@@ -22,7 +22,6 @@ deterministic: ContextVar[bool] = ContextVar("finback_deterministic", default=Fa
 
 ROWS = 16
 COLUMNS = 64
-_PACKED_ROWS = 8  # FBGEMM sums the rows of every product with this many or more alike, see `check_packed`
 
 
 def in_row_blocks(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -31,7 +30,7 @@ def in_row_blocks(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     padded = pad_rows(flat, ROWS)
     parts = [run(block) for block in padded.split(ROWS)]
     out = torch.cat(parts) if len(parts) != 1 else parts[0]
-    return out[: len(flat)].view(*x.shape[:-1], -1)
+    return out[: len(flat)].view(*x.shape[:-1], out.shape[1])
 
 
 def pad_rows(x: Tensor, multiple: int) -> Tensor:
@@ -46,24 +45,31 @@ def elementwise(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def packed_rows(wide: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """run(wide) for a packed product, with at least as many rows as make it sum in the usual order."""
-    check_packed()
+    """run(wide) for a packed product, with rows of zeros up to a number that it treats alike."""
     flat = wide.reshape(-1, wide.shape[-1])
-    if len(flat) >= _PACKED_ROWS:
-        return run(wide)
-    return run(pad_rows(flat, _PACKED_ROWS))[: len(flat)].view(*wide.shape[:-1], -1)
+    y = run(pad_rows(flat, packed_multiple(torch.get_num_threads())))
+    return y[: len(flat)].view(*wide.shape[:-1], y.shape[1])
 
 
 @lru_cache
-def check_packed() -> None:
-    """Raise KernelUnavailable where this machine's packed products depend on the number of rows after all."""
+def packed_multiple(threads: int) -> int:
+    """A number of rows such that FBGEMM sums every row of products with any multiple of it in the same order.
+
+    FBGEMM cuts rows into runs and has a function for each length of a run; those for the shortest ones sum in another
+    order. Which lengths occur depends on the processor, so it is tried out: equal rows have to give equal results,
+    whatever their place and number. `threads` is there because they share the work. Raises KernelUnavailable.
+    """
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, 320, generator=generator) for n in (64, 80))
-    packed = torch.ops.quantized.linear_prepack_fp16(weight.half().float(), None)
-    whole = torch.ops.quantized.linear_dynamic_fp16(x, packed)
-    for count in range(_PACKED_ROWS, len(x)):
-        if not torch.equal(torch.ops.quantized.linear_dynamic_fp16(x[:count], packed), whole[:count]):
-            raise KernelUnavailable(
-                f"packed products of {count} rows round differently here, so deterministic=True cannot be kept with "
-                "bfloat16 weights; use dtype='float32'"
-            )
+    weight = torch.randn(256, 384, generator=generator).half().float()
+    packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+    line = torch.randn(1, 384, generator=generator)
+    for multiple in (6, 12, 14, 16, 24, 28, 48, 84):
+        counts = [*range(multiple, 200, multiple), 1344, 2016]  # the last two are multiples of all of them
+        results = (torch.ops.quantized.linear_dynamic_fp16(line.repeat(n, 1), packed) for n in counts)
+        first = torch.ops.quantized.linear_dynamic_fp16(line.repeat(multiple, 1), packed)[:1]
+        if all(bool((y == first).all()) for y in results):
+            return multiple
+    raise KernelUnavailable(
+        "packed bfloat16 products round differently for different numbers of rows on this machine, so "
+        "deterministic=True cannot be kept; use dtype='float32'"
+    )

@@ -3,7 +3,7 @@
 On a CPU without native bf16 products, torch multiplies bf16 matrices an order of magnitude below the machine's rate,
 and never returns the float32 sums. `pack_linear` therefore keeps a weight whose values are exact in float16 (every
 decoded FP8/FP4 weight, almost every bf16 one) in FBGEMM's packed float16 form: half the bytes of float32, float32 sums.
-Other weights, and those so small that FBGEMM's cost per call outweighs their bytes, become float32.
+Weights so small that FBGEMM's cost per call outweighs their bytes become float32.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ def pack_linear(weight: Tensor) -> PackedWeight | None:
     if not (can_pack() and weight.is_cpu and weight.dtype == torch.bfloat16 and weight.numel()):
         return None
     shape, wide = tuple(weight.shape), weight.detach().float()
-    for scale in (1.0, _scale_for_half(weight)) if weight.numel() > _SMALL else ():
+    for scale in (1.0, _scale_for_half(weight)):
         scaled = wide if scale == 1.0 else wide / scale
         if torch.equal(scaled.half().float(), scaled):
+            if weight.numel() <= _SMALL:
+                return PackedWeight(wide, None, shape)
             data = torch.ops.quantized.linear_prepack_fp16(scaled, None)
-            return PackedWeight(data, None if scale == 1.0 else torch.tensor([scale]), shape)
-    return PackedWeight(wide, None, shape)
+            return PackedWeight(data, None if scale == 1.0 else torch.tensor([scale], dtype=torch.float32), shape)
+    return None
 
 
 def _scale_for_half(weight: Tensor) -> float:

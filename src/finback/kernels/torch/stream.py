@@ -64,7 +64,7 @@ def _parts_of_mixes(copies: int, device: torch.device) -> Tensor:
 
 
 def _on_host(x: Tensor) -> bool:
-    """Whether numpy may compute on x: on tiny arrays only the cost of a call counts, and torch's is several times higher."""
+    """Whether numpy may compute on x: a tiny array costs what a call costs, several times more in torch."""
     return x.is_cpu and not x.requires_grad
 
 

@@ -138,8 +138,6 @@ class DeepseekV41(Model):
     """The model: backbone, image encoder and draft stages. Build it through `from_config`, fill it through `weights`.
 
     rounding: round activations, window rows, compressed rows and index keys as the released kernels do.
-    window_tail: run the layers above the last KV source on one window before the wanted positions only, which is
-    approximate: what lies further back reaches them through compressed rows alone.
     token_map: [vocab] int64, token id -> compressed id of the Engram hash (models with Engram layers need it).
     """
 
@@ -151,7 +149,6 @@ class DeepseekV41(Model):
         self.vocab_size, self.max_positions = c.vocab_size, c.max_position_embeddings
         self.lookback = c.engram_max_ngram_size - 1 if c.engram_layer_ids else 0
         self.dtype = torch.get_default_dtype()
-        self.window_tail = False
         image_bias = config.vision_config is not None
         self.embed = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Block(c, i, rounds, rounding, image_bias) for i in range(c.num_hidden_layers))

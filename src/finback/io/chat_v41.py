@@ -1,0 +1,276 @@
+"""The chat format of DeepSeek-V4.1: how a conversation is written, and which tokens control it.
+
+    BOS [System effort, system text, tools, schema] (User text | System text | Assistant [think] ... EOS)* Assistant think
+
+What is unusual: the effort of the reasoning is a sentence in the system text; consecutive user messages and tool results
+are one user turn; results are put into the order of their calls; earlier reasoning is dropped unless there are tools;
+calls are written in an XML-like markup around the token DSML. Source: DeepSeek's package `deepseek-recipe`, whose
+prompts this module equals byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from finback.base.runtime import ConfigError, RequestError
+from finback.io.chat_parser import DsmlParser
+from finback.io.conversation import ChatOptions, ChatParser, Control, Image, Message, Piece, Tool, ToolCall
+from finback.io.text import Tokenizer
+
+DEFAULT_EFFORT, MAX_EFFORT = 75, 100
+
+# role -> (spellings from the newest to the oldest, id in the released vocabulary)
+TOKENS: dict[str, tuple[tuple[str, ...], int]] = {
+    "bos": (("<｜begin▁of▁sentence｜>",), 0),
+    "eos": (("<｜end▁of▁sentence｜>",), 1),
+    "system": (("<｜System｜>",), 128799),
+    "user": (("<｜User｜>",), 128803),
+    "assistant": (("<｜Assistant｜>",), 128804),
+    "think": (("<think>",), 128821),
+    "end_think": (("</think>",), 128822),
+    "dsml": (("｜DSML｜",), 128825),
+    "latest_reminder": (("<｜latest_reminder｜>",), 128828),
+    "image": (("<｜deepseek_image｜>", "<｜image2｜>"), 129264),
+}
+_RELEASED_VOCABULARY = 129280
+_MARKUP = ("think", "end_think", "dsml")  # what the model itself writes
+
+# The words the model was trained with; every byte of them matters. {dsml}, {think}, {end} are control tokens.
+_EFFORT = "Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
+_TOOLS_HEAD = """
+
+## Tools
+
+You have access to a set of tools to help answer the user's question. You can invoke tools by writing a \
+"<{dsml} calls>" block like the following:
+
+<{dsml} calls>
+<{dsml} invoke name="$TOOL_NAME">
+<{dsml} parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</{dsml} parameter>
+...
+</{dsml} invoke>
+<{dsml} invoke name="$TOOL_NAME2">
+...
+</{dsml} invoke>
+</{dsml} calls>
+
+String parameters should be specified as is and set `string="true"`. For all other types (numbers, booleans, arrays, \
+objects), pass the value in JSON format and set `string="false"`.
+
+If thinking_mode is enabled (triggered by {think}), you MUST output your complete reasoning inside \
+{think}...{end_think} BEFORE any tool calls or final response.
+
+Otherwise, output directly after {end_think} with tool calls or final response.
+
+### Available Tool Schemas
+
+"""
+_TOOLS_TAIL = "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
+_SCHEMA = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+
+
+class DeepseekV41Chat:
+    """`ChatFormat` of DeepSeek-V4.1 for one vocabulary.
+
+    image_token_id: the config's; None takes the vocabulary's own image token, if it has one. Raises ConfigError where the
+    vocabulary lacks a control token.
+    """
+
+    max_effort = MAX_EFFORT
+
+    def __init__(self, tokenizer: Tokenizer, *, image_token_id: int | None = None):
+        self._tokenizer = tokenizer
+        found = {role: _find(tokenizer, names, released) for role, (names, released) in TOKENS.items()}
+        found["bos"] = tokenizer.bos_id if tokenizer.bos_id is not None else found["bos"]
+        found["eos"] = tokenizer.eos_ids[0] if tokenizer.eos_ids else found["eos"]
+        found["image"] = image_token_id if image_token_id is not None else found["image"]
+        missing = [TOKENS[role][0][0] for role, i in found.items() if i is None and role not in _OPTIONAL]
+        if missing:
+            raise ConfigError(
+                f"the tokenizer has no {', '.join(missing)}, so it cannot write a DeepSeek-V4.1 chat. Use the "
+                "checkpoint's own tokenizer.json, or the completions endpoint, which needs no chat format"
+            )
+        self._ids = {role: i for role, i in found.items() if i is not None}
+
+    def token_id(self, role: str) -> int:
+        """The id of a control token. Raises RequestError for one that this vocabulary does not have."""
+        if role not in self._ids:
+            raise RequestError(f"this model's vocabulary has no {TOKENS[role][0][0]} token, which the chat needs")
+        return self._ids[role]
+
+    def pieces(self, messages: Sequence[Message], tools: Sequence[Tool], options: ChatOptions) -> Iterator[Piece]:
+        """The prompt. Raises RequestError where a message with `prefix` is not the last one."""
+        if any(m.prefix for m in messages[:-1]):
+            raise RequestError("only the last message can be a prefix that the model goes on with")
+        return _Prompt(messages, tools if options.tool_choice != "none" else (), options).pieces()
+
+    def parser(self, messages: Sequence[Message], tools: Sequence[Tool], options: ChatOptions) -> ChatParser:
+        """A parser for the answer. Without tools, or with tool_choice "none", call markup is content."""
+        continued = bool(messages) and messages[-1].prefix
+        takes_calls = bool(tools) and options.tool_choice != "none"
+        return DsmlParser(
+            self._tokenizer,
+            {role: self._ids[role] for role in _MARKUP},
+            reasoning=options.thinking and not continued,
+            fresh=not continued,
+            calls=takes_calls,
+            in_calls=takes_calls and options.tool_choice == "required",
+        )
+
+
+_OPTIONAL = ("latest_reminder", "image")
+
+
+def _find(tokenizer: Tokenizer, names: Sequence[str], released: int) -> int | None:
+    """The id of a control token: by name, else by its place in a vocabulary as large as the released one."""
+    for name in names:
+        if (i := tokenizer.token_to_id(name)) in tokenizer.added_ids:
+            return i
+    return released if tokenizer.vocab_size >= _RELEASED_VOCABULARY and released in tokenizer.added_ids else None
+
+
+class _Prompt:
+    """One conversation on its way to a prompt. `tools` is empty where none may be called."""
+
+    def __init__(self, messages: Sequence[Message], tools: Sequence[Tool], options: ChatOptions):
+        # An empty system message says nothing. REF: of reminders in a row, the first one stands.
+        said = [m for m in messages if m.role != "system" or m.parts not in ((), ("",))]
+        reminders = [m.role == "latest_reminder" for m in said]
+        self.messages = [m for i, m in enumerate(said) if not (i and reminders[i - 1] and reminders[i])]
+        self.tools, self.options = tools, options
+
+    def pieces(self) -> Iterator[Piece]:
+        yield Control("bos")
+        rest = self.messages
+        first = rest[0] if rest and rest[0].role == "system" else None
+        rest = rest[1:] if first is not None else rest
+        yield from self._opening(first)
+        # REF: the reasoning of a prefix that stands alone is dropped.
+        alone = len(self.messages) == 1 and self.options.response_schema is None
+        order: dict[str, int] = {}
+        at = 0
+        while at < len(rest):
+            message = rest[at]
+            if message.role in ("user", "tool"):
+                end = next((i for i in range(at, len(rest)) if rest[i].role not in ("user", "tool")), len(rest))
+                yield Control("user")
+                yield from _user_turn(rest[at:end], order)
+                at = end
+                continue
+            if message.role == "assistant":
+                yield from self._assistant(message, bool(self.tools) or (message.prefix and not alone))
+                order = {call.id: i for i, call in enumerate(message.calls)} or order
+            else:
+                yield Control(message.role)
+                yield from _joined(message.parts)
+            at += 1
+        if not (rest and rest[-1].prefix):
+            yield Control("assistant")
+            yield Control("think" if self.options.thinking else "end_think")
+        if self.tools and self.options.tool_choice == "required":
+            yield "\n\n"
+            yield from _tag("calls")
+            yield "\n"
+
+    def _opening(self, system: Message | None) -> Iterator[Piece]:
+        """The system turn in front: effort, the first system message, tools, the form of the answer."""
+        schema = self.options.response_schema
+        if not (system or self.options.thinking or self.tools or schema is not None):
+            return
+        yield Control("system")
+        if self.options.thinking:
+            yield _EFFORT.format(DEFAULT_EFFORT if self.options.effort is None else self.options.effort)
+        if system is not None:
+            yield from _joined(system.parts)
+        if self.tools:
+            yield from _marked(_TOOLS_HEAD)
+            yield "\n".join(_json(_described(tool)) for tool in self.tools) + _TOOLS_TAIL
+        if schema is not None:
+            yield _SCHEMA + _json(schema)
+
+    def _assistant(self, message: Message, keeps_reasoning: bool) -> Iterator[Piece]:
+        yield Control("assistant")
+        if self.options.thinking and keeps_reasoning:
+            yield Control("think")
+            yield message.reasoning
+        yield Control("end_think")
+        yield from _joined(message.parts)
+        if message.calls:
+            yield "\n\n"
+            yield from _tag("calls")
+            yield "\n"
+            for call in message.calls:
+                yield from _call(call)
+            yield from _tag("calls", closes=True)
+        if not message.prefix:
+            yield Control("eos")
+
+
+def _joined(parts: Sequence[str | Image]) -> Iterator[Piece]:
+    for i, part in enumerate(parts):
+        if i:
+            yield "\n\n"
+        yield part
+
+
+def _user_turn(messages: Sequence[Message], order: Mapping[str, int]) -> Iterator[Piece]:
+    """User messages and tool results as one turn. Results trade places so that they follow the order of their calls;
+    results of unknown calls come first."""
+    results = iter(sorted((m for m in messages if m.role == "tool"), key=lambda m: order.get(m.call_id or "", 0)))
+    for i, message in enumerate(messages):
+        if i:
+            yield "\n\n"
+        if message.role == "user":
+            yield from _joined(message.parts)
+        else:
+            yield "<tool_result>"
+            yield from _joined(next(results).parts)
+            yield "</tool_result>"
+
+
+def _call(call: ToolCall) -> Iterator[Piece]:
+    """One call. Arguments that are no JSON object are passed as one string named "arguments"."""
+    arguments = _loads(call.arguments)
+    if not isinstance(arguments, dict):
+        arguments = {"arguments": call.arguments}
+    yield from _tag(f'invoke name="{call.name}"')
+    yield "\n"
+    for i, (name, value) in enumerate(arguments.items()):
+        is_text = isinstance(value, str)
+        yield "\n" if i else ""
+        yield from _tag(f'parameter name="{name}" string="{"true" if is_text else "false"}"')
+        yield value if is_text else _json(value)
+        yield from _tag("parameter", closes=True)
+    yield "\n"
+    yield from _tag("invoke", closes=True)
+    yield "\n"
+
+
+def _tag(inside: str, *, closes: bool = False) -> Iterator[Piece]:
+    yield "</" if closes else "<"
+    yield Control("dsml")
+    yield f" {inside}>"
+
+
+def _described(tool: Tool) -> dict[str, Any]:
+    return {"name": tool.name, "description": tool.description or "", "parameters": tool.parameters}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _marked(template: str) -> Iterator[Piece]:
+    """The pieces of a text in which {role} stands for a control token."""
+    for i, piece in enumerate(re.split(r"\{(\w+)\}", template)):
+        yield Control(piece) if i % 2 else piece
