@@ -1,6 +1,6 @@
 """finback's V4.1 against a plainly written reference on this machine's CPU.
 
-    python benchmarks/cpu_model.py            the released reference's small default shape, about three minutes
+    python benchmarks/cpu_model.py            the released reference's small default shape, two to four minutes
     python benchmarks/cpu_model.py --quick    a toy shape: does the script work?
 
 Both contenders run in one process, on the same random weights and the same tokens, with the same number of threads, and
@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import finback
 from finback.engine.request import SequenceState
 from finback.engine.runner import Runner, Slot
+from finback.kernels import round_e4m3
 from finback.models.deepseek_v41.model import DeepseekV41
 from finback.nn.linear import prepare
 
@@ -86,7 +87,8 @@ class Options:
 
 
 def build(shape: Shape, dtype: torch.dtype) -> DeepseekV41:
-    """A model with seeded random weights of the sizes that training leaves: products keep their input's scale."""
+    """A model with seeded random weights of the sizes that training leaves: products keep their input's scale. Matrices
+    that V4.1's checkpoints store in FP8 or FP4 get numbers that FP8 can hold."""
     model = DeepseekV41.from_config(shape.config(), dtype=dtype, rounding=False)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -97,6 +99,8 @@ def build(shape: Shape, dtype: torch.dtype) -> DeepseekV41:
                 tensor.fill_(0.5)
             else:
                 tensor.normal_(0, 1 if tensor.ndim < 2 else tensor.shape[1] ** -0.5, generator=generator)
+                if spec.role in ("attention", "expert", "shared_expert") and tensor.ndim == 2:
+                    tensor.copy_(round_e4m3(tensor, 32))
     return model.requires_grad_(False)
 
 

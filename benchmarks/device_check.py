@@ -102,7 +102,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--no-speed", action="store_true")
     args = parser.parse_args()
-    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or platform.machine()
+    name = (
+        torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or platform.machine()
+    )
     result: dict[str, Any] = {"device": name, "torch": torch.__version__, "golden": {}}
     table = Table("set", "dtype", "prefill - reference", "decode - prefill", title=name)
     for golden in SETS:

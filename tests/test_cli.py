@@ -69,6 +69,10 @@ class FakeLLM:
         self.calls.append((prompts[0], sampling))
         return [Output("xÿz", [23, 24, 25], "length", prompt_token_ids=[0, 1])]
 
+    def encode(self, text: str) -> list[int]:
+        assert self.tokenizer is not None
+        return self.tokenizer.encode(text)
+
     def score(self, token_ids: list[int], splits: list[int] | None = None) -> torch.Tensor:
         self.calls.append((token_ids, splits))
         return torch.eye(27)[[i + 1 for i in token_ids]]
@@ -305,6 +309,13 @@ def test_inspect_and_fixtures_reach_their_tools(monkeypatch, capsys):
             "--top-p --top-k --seed --json",
         ),
         ("score", "--model --device --dtype --rounding --backend --token-ids --splits --json"),
+        (
+            "serve",
+            "--model --device --dtype --rounding --backend --host --port --api-key --served-model-name --max-model-len "
+            "--max-num-seqs --max-num-batched-tokens --max-queued-requests --kv-cache-memory-bytes "
+            "--no-enable-prefix-caching --draft --request-timeout --drain-timeout --max-body-bytes --max-images "
+            "--allow-remote-images --log-prompts --log-level",
+        ),
         ("inspect", "--json"),
         ("fixtures", "--preset"),
         ("train", "--out --set --dry-run"),
@@ -331,7 +342,7 @@ def test_top_level_help_names_every_verb(args, capsys):
         main(args)
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    assert all(verb in text for verb in ("generate", "score", "inspect", "fixtures", "train"))
+    assert all(verb in text for verb in ("generate", "serve", "score", "inspect", "fixtures", "train"))
 
 
 @pytest.mark.parametrize("args", [["generate", "hi"], ["generate", "--model", "m", "--dtype", "int3", "hi"], ["nope"]])

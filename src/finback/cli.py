@@ -22,7 +22,7 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, OmitSubcommandPrefixes, Positional, UseAppendAction, arg, subcommand
 
 from finback import __version__
-from finback.base.runtime import FinbackError, RequestError
+from finback.base.runtime import ConfigError, FinbackError, RequestError
 
 if TYPE_CHECKING:
     from finback.engine.llm import LLM
@@ -128,19 +128,97 @@ class Score(ModelFlags):
         ids = _ids("--token-ids", self.token_ids) if self.token_ids else []
         splits = _ids("--splits", self.splits) if self.splits else None
         text = "" if ids else _text(self.text)
+        if not ids and not text:
+            raise RequestError("the text is empty, so there is nothing to score")
         llm = self.load(draft=None)
         if not ids:
             if llm.tokenizer is None:
                 raise RequestError(f"{self.model} has no tokenizer, so it cannot score text; give --token-ids 1,2,3")
             ids = llm.encode(text)
-        if not ids:
-            raise RequestError("the text is empty, so there is nothing to score")
         logprobs = _logprobs(llm.score(ids, splits=splits), ids)
         perplexity = math.exp(min(-sum(logprobs) / len(logprobs), 700.0)) if logprobs else None
         if self.json:
             print(json.dumps({"token_ids": ids, "logprobs": [None, *logprobs], "perplexity": perplexity}))
         else:
             _print_scores(llm, ids, logprobs, perplexity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(ModelFlags):
+    """Serve the model over HTTP as OpenAI's clients expect it, with a chat page at /. Needs the extra `serve`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 lets other machines in."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    api_key: Annotated[list[str], arg(metavar="KEY"), UseAppendAction] = field(default_factory=list)
+    """A key that clients must send. May be repeated; any of them is accepted. FINBACK_API_KEY adds one."""
+    served_model_name: str = ""
+    """The name that clients use. Default: the last part of --model."""
+    max_model_len: int | None = None
+    """Most tokens of a prompt and its answer. Default: the model's positions."""
+    max_num_seqs: int = 32
+    """Requests that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of one forward; longer prompts are cut."""
+    max_queued_requests: int = 256
+    """Requests that may wait; more are sent away with 429."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory for what the model remembers. Default: what the requests need, at most 2 GiB."""
+    no_enable_prefix_caching: bool = False
+    """Do not reuse what equal beginnings of prompts have computed."""
+    draft: Literal["auto", "ngram", "none"] = "auto"
+    """Speculative decoding: the checkpoint's own draft stages, repetitions in the text, or none."""
+    request_timeout: float | None = None
+    """Seconds for a whole answer. Default: any time."""
+    drain_timeout: float = 30.0
+    """Seconds that open requests have to end after SIGTERM."""
+    max_body_bytes: int = 64 * 2**20
+    """Largest request."""
+    max_images: int = 16
+    """Images of one request."""
+    allow_remote_images: bool = False
+    """Fetch images from http(s) addresses on the public internet."""
+    log_prompts: bool = False
+    """Put the text of prompts into the log."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """How much to log on stderr."""
+
+    def run(self) -> None:
+        try:
+            from finback.server.backend import LocalBackend
+            from finback.server.serve import serve, set_up_logs
+            from finback.server.service import Settings
+        except ImportError as error:
+            raise ConfigError(f"serving needs {error.name}: pip install 'finback[serve]'") from None
+        llm = self.load(
+            draft=None if self.draft == "none" else self.draft,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            enable_prefix_caching=not self.no_enable_prefix_caching,
+        )
+        settings = Settings(
+            api_keys=tuple(key for key in (*self.api_key, os.environ.get("FINBACK_API_KEY", "")) if key),
+            max_concurrent=self.max_num_seqs + self.max_queued_requests,
+            max_body_bytes=self.max_body_bytes,
+            max_images=self.max_images,
+            request_timeout=self.request_timeout,
+            remote_images=self.allow_remote_images,
+            log_prompts=self.log_prompts,
+            version=__version__,
+        )
+        name = self.served_model_name or os.path.basename(self.model.rstrip("/")) or self.model
+        set_up_logs(self.log_level)
+        serve(
+            LocalBackend(llm, name),
+            settings,
+            host=self.host,
+            port=self.port,
+            drain_seconds=self.drain_timeout,
+            on_start=lambda port: print(f"serving {name} on http://{self.host}:{port}", flush=True),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +290,7 @@ class Train:
 
 Verb = (
     Annotated[Generate, subcommand("generate")]
+    | Annotated[Serve, subcommand("serve")]
     | Annotated[Score, subcommand("score")]
     | Annotated[Inspect, subcommand("inspect")]
     | Annotated[Fixtures, subcommand("fixtures")]

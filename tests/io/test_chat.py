@@ -33,7 +33,20 @@ CHAT = Chat(FORMAT, TOKENIZER)
 SPELLED = {role: TOKENIZER.id_to_token(FORMAT.token_id(role)) for role in ("image", "dsml", "think", "end_think")}
 D = SPELLED["dsml"]
 IMAGE_TEXT = SPELLED["image"]
-TRICKY = ["<think>", "</think>", D, "<｜User｜>", "<｜end▁of▁sentence｜>", f"<{D} calls>", "\n", "\n\n", "{x}", "é漢😀", '"', "</"]
+TRICKY = [
+    "<think>",
+    "</think>",
+    D,
+    "<｜User｜>",
+    "<｜end▁of▁sentence｜>",
+    f"<{D} calls>",
+    "\n",
+    "\n\n",
+    "{x}",
+    "é漢😀",
+    '"',
+    "</",
+]
 
 
 def random_text(draw: random.Random, low: int = 0) -> str:
@@ -135,7 +148,7 @@ def test_prompts_equal_those_of_deepseek(seed: int):
     encoding = encoding.with_tokenizer(recipe.Tokenizer.from_str(BACKEND.to_str()))
     draw = random.Random(seed)
     for _ in range(1000):
-        messages, tools, options = chat = random_chat(draw)
+        chat = random_chat(draw)
         wanted = theirs(*chat)
         text = "".join(spelled(piece) for piece in FORMAT.pieces(*chat))
         assert text == encoding.render_conversation(wanted).prompt
@@ -270,15 +283,14 @@ def test_answers_equal_those_of_deepseek(seed: int):
         assert parse([text], thinking=thinking, calls=calls, truncated=True) == wanted, text
 
 
-pieces_of_output = st.lists(
-    st.sampled_from(
-        ["a", "\n", "<", "</", "é漢😀", "</think>", "<think>", D, f"<{D} calls>", f"<{D} calls>\n", f"</{D} calls>", ">"]
-        + [f'<{D} invoke name="f">', f"</{D}invoke>", f'<{D} parameter name="a" string="true">', f"</{D} parameter>"]
-        + [f'<{D} parameter name="b" string="false">', f'<{D} parameter name="c">', "42", "[", '"', f"<{D}tool_calls>"]
-        + [f'<{D} invoke x="', f"<{D} para", f"</{D}", "invoke", ' name="q"'],
-    ),
-    max_size=14,
-).map("".join)
+# Everything that means something to the parser, whole and in fragments.
+FRAGMENTS = [
+    *"a\n<>[\"", "</", "é漢😀", "42", "</think>", "<think>", D, f"</{D}", f"<{D} para", "invoke", ' name="q"',
+    f"<{D} calls>", f"<{D} calls>\n", f"</{D} calls>", f"<{D}tool_calls>",
+    f'<{D} invoke name="f">', f"</{D}invoke>", f'<{D} invoke x="', f"</{D} parameter>",
+    *(f'<{D} parameter name="{k}">' for k in ('a" string="true', 'b" string="false', "c")),
+]  # fmt: skip
+pieces_of_output = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -375,6 +387,9 @@ def test_spelled_markup_is_text_where_tokens_are_known():
     assert parse_tokens(ids, [1] * len(ids)).calls == (("f", json.dumps({"k": value}, ensure_ascii=False)),)
 
 
+ARGUMENT = f'</think><{D} invoke name="f"><{D} parameter name="a"'
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
@@ -384,14 +399,15 @@ def test_spelled_markup_is_text_where_tokens_are_known():
         ("r</think>a\n\n<", Answer("r", "a\n\n<")),
         ("only reasoning", Answer("only reasoning")),
         (f'r<{D} invoke name="f">', Answer("r", "", (("f", "{}"),))),
-        (f'</think><{D} invoke name="f"><{D} parameter name="a">[1]</{D} parameter>', Answer("", "", (("f", '{"a": [1]}'),))),
-        (f'</think><{D} invoke name="f"><{D} parameter name="a" string="false">x', Answer("", "", (("f", '{"a": "x"}'),))),
-        (f'</think><{D} invoke name="f"><{D} parameter name="a" string="true">x</{D} inv', Answer("", "", (("f", '{"a": "x"}'),))),
+        (f'{ARGUMENT}>[1]</{D} parameter>', Answer("", "", (("f", '{"a": [1]}'),))),
+        (f'{ARGUMENT} string="false">x', Answer("", "", (("f", '{"a": "x"}'),))),
+        (f'{ARGUMENT} string="true">x</{D} inv', Answer("", "", (("f", '{"a": "x"}'),))),
         (f'</think><{D} calls></{D} calls>tail', Answer("", "")),
     ],
 )  # fmt: skip
 def test_damaged_markup(text: str, wanted: Answer):
-    """Missing closers, half a tag at the end, quoted tags, no </think>: documented results, character by character too."""
+    """Missing closers, half a tag at the end, quoted tags, no </think>: documented results, character by character
+    too."""
     assert parse([text]) == wanted
     assert parse(list(text)) == wanted
 
@@ -405,5 +421,7 @@ def test_a_continued_answer_keeps_its_line_breaks():
 def test_a_required_call_begins_inside_the_calls():
     """The prompt opened the calls, so the model does not write their opening tag."""
     machine = FORMAT.parser([Message("user", ("x",))], [Tool("f")], ChatOptions(tool_choice="required"))
-    answer = Answer().plus(machine.feed_text(f'<{D} invoke name="f">\n</{D} invoke>\n</{D} calls>')).plus(machine.finish())
+    answer = (
+        Answer().plus(machine.feed_text(f'<{D} invoke name="f">\n</{D} invoke>\n</{D} calls>')).plus(machine.finish())
+    )
     assert answer == Answer("", "", (("f", "{}"),))

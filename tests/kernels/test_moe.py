@@ -113,3 +113,17 @@ def test_for_each_expert_gradients(tokens):
         return kernels.for_each_expert(x, weights, experts, run_of(stack), F.relu(x))
 
     assert torch.autograd.gradcheck(loop, inputs)
+
+
+def test_gradients_of_scores_stay_finite_far_below_zero() -> None:
+    """sqrt(softplus(z)) underflows to 0 near z = -104 in float32, where sqrt's derivative is infinite: 0 * inf = NaN."""
+    logits = torch.tensor([[-400.0, -110.0, -31.0, -29.0, 0.0, 5.0]], requires_grad=True)
+    scores = kernels.router_scores(logits, "sqrtsoftplus")
+    scores.sum().backward()
+    z = logits.detach().double()
+    softplus = torch.log1p(z.exp())
+    exact = torch.where(z < -30, (z / 2).exp() / 2, z.sigmoid() / (2 * softplus.sqrt()))
+    torch.testing.assert_close(logits.grad.double(), exact, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(
+        scores.detach().double(), torch.where(z < -30, (z / 2).exp(), softplus.sqrt()), rtol=1e-5, atol=1e-30
+    )

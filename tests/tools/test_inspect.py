@@ -143,6 +143,8 @@ def test_a_known_family_is_checked_against_its_own_table(tmp_path: Path) -> None
     found = inspect(tmp_path / "whole")
     assert found.checked and found.problems == []
     whole = Checkpoint.open(tmp_path / "whole")
-    kept = ((name, Stored(whole.read(name), info.dtype)) for name, info in whole.tensors.items() if name != "norm.weight")
+    kept = (
+        (name, Stored(whole.read(name), info.dtype)) for name, info in whole.tensors.items() if name != "norm.weight"
+    )
     save_checkpoint(tmp_path / "part", whole.config, kept)
     assert any("norm.weight" in line for line in inspect(tmp_path / "part").problems)

@@ -1,4 +1,4 @@
-"""Errors a user can cause, logging, warn-once, seeding. Everything else imports from here; this imports nothing of finback."""
+"""Errors a user can cause, logging, warn-once, seeding. Everything else imports from here; it imports nothing of ours."""
 
 from __future__ import annotations
 

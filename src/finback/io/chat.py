@@ -1,7 +1,7 @@
 """From a chat to token ids and images: the one place where control tokens and what people typed meet.
 
-Control tokens come from the format alone, by id. Everything else is encoded without the added vocabulary, so that typing
-"</think>" or "<｜User｜>" gives ordinary tokens.
+Control tokens come from the format alone, by id. Everything else is encoded without the added vocabulary, so that
+typing "</think>" or "<｜User｜>" gives ordinary tokens.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Chat:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tokenizer: Tokenizer, *, max_pixels: int = MAX_PIXELS) -> Chat:
-        """The chat of a checkpoint, from its parsed config.json. Raises ConfigError where its vocabulary lacks the control
-        tokens of its format."""
+        """The chat of a checkpoint, from its parsed config.json. Raises ConfigError where its vocabulary lacks the
+        control tokens of its format."""
         sizes = ImageSizes.of(config)
         token = None if sizes is None else sizes.image_token_id
         return cls(DeepseekV41Chat(tokenizer, image_token_id=token), tokenizer, sizes, max_pixels=max_pixels)
@@ -84,8 +84,8 @@ class Chat:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: ChatOptions | None = None
     ) -> RenderedPrompt:
-        """The prompt of a chat. Raises RequestError: no messages, an image that cannot be read or that the model does not
-        take, text that the vocabulary cannot hold."""
+        """The prompt of a chat. Raises RequestError: no messages, an image that cannot be read or that the model does
+        not take, text that the vocabulary cannot hold."""
         if not messages:
             raise RequestError("there are no messages; give at least one")
         pieces = list(self.format.pieces(messages, tools, options or ChatOptions()))
@@ -127,5 +127,3 @@ class Chat:
     ) -> ChatParser:
         """A parser for the answer to that chat."""
         return self.format.parser(messages, tools, options or ChatOptions())
-
-

@@ -32,8 +32,8 @@ def answer_grammar(
 ) -> str:
     """The grammar of an answer.
 
-    schema: what the content must follow (None: the answer must be calls). tools: those that may be called. required: the
-    prompt has opened the calls, so the answer begins with the first one.
+    schema: what the content must follow (None: the answer must be calls). tools: those that may be called. required:
+    the prompt has opened the calls, so the answer begins with the first one.
     """
     assert schema is not None or required
     dsml = f"<[{dsml_id}]>"

@@ -2,9 +2,9 @@
 
     reasoning </think> content <DSML calls> <DSML invoke name="f"> <DSML parameter ...> ... </DSML calls>
 
-The input is rewritten so that a control token is one character that text cannot hold (a lone surrogate). Markup and text
-that only looks like it are then different letters, and the machine below never has to guess. Where tokens are known, they
-decide; where only text is known, spellings do.
+The input is rewritten so that a control token is one character that text cannot hold (a lone surrogate). Markup and
+text that only looks like it are then different letters, and the machine below never has to guess. Where tokens are
+known, they decide; where only text is known, spellings do.
 
 Tolerant where models slip: no </think> before the calls, no opening or closing calls tag, a blank after DSML or none,
 V4's tag names, a parameter without its `string` attribute. What follows the calls is dropped. A quoted opening tag that
@@ -39,9 +39,9 @@ _PARAMETER = re.compile(rf'<{DSML} ?parameter name="([^{DSML}]*?)" string="(true
 class DsmlParser:
     """`ChatParser` of the DeepSeek formats.
 
-    ids: token ids of "end_think" and "dsml". reasoning: the prompt ends inside the reasoning. fresh: a new answer, whose
-    leading line breaks are dropped; else the continuation of a text. calls: read call markup. in_calls: the prompt has
-    opened the calls already.
+    ids: token ids of "end_think" and "dsml". reasoning: the prompt ends inside the reasoning. fresh: a new answer,
+    whose leading line breaks are dropped; else the continuation of a text. calls: read call markup. in_calls: the
+    prompt has opened the calls already.
     """
 
     def __init__(

@@ -1,11 +1,12 @@
 """The chat format of DeepSeek-V4.1: how a conversation is written, and which tokens control it.
 
-    BOS [System effort, system text, tools, schema] (User text | System text | Assistant [think] ... EOS)* Assistant think
+    BOS [System effort, system text, tools, schema] (User text | System text | Assistant [think] ... EOS)* Assistant
+    think
 
-What is unusual: the effort of the reasoning is a sentence in the system text; consecutive user messages and tool results
-are one user turn; results are put into the order of their calls; earlier reasoning is dropped unless there are tools;
-calls are written in an XML-like markup around the token DSML. Source: DeepSeek's package `deepseek-recipe`, whose
-prompts this module equals byte for byte.
+What is unusual: the effort of the reasoning is a sentence in the system text; consecutive user messages and tool
+results are one user turn; results are put into the order of their calls; earlier reasoning is dropped unless there are
+tools; calls are written in an XML-like markup around the token DSML. Source: DeepSeek's package `deepseek-recipe`,
+whose prompts this module equals byte for byte.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ _SCHEMA = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following 
 class DeepseekV41Chat:
     """`ChatFormat` of DeepSeek-V4.1 for one vocabulary.
 
-    image_token_id: the config's; None takes the vocabulary's own image token, if it has one. Raises ConfigError where the
-    vocabulary lacks a control token.
+    image_token_id: the config's; None takes the vocabulary's own image token, if it has one. Raises ConfigError where
+    the vocabulary lacks a control token.
     """
 
     max_effort = MAX_EFFORT

@@ -64,8 +64,8 @@ class ChatOptions:
     """How the model shall answer.
 
     thinking: reason before the answer. effort: how thoroughly, 1..100, or None for the format's default. tool_choice:
-    "required" makes the answer begin with a call. response_schema: JSON schema that the prompt asks the answer to follow,
-    None for free text.
+    "required" makes the answer begin with a call. response_schema: JSON schema that the prompt asks the answer to
+    follow, None for free text.
     """
 
     thinking: bool = True

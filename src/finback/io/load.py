@@ -73,7 +73,8 @@ def load_model(
     report.raise_if_bad()
     model.to_empty(device=device)
     _fill(model, ckpt, report.formats, progress)
-    model.requires_grad_(trainable)
+    if not trainable:
+        model.requires_grad_(False)
     if (sizes := model.token_map_sizes()) is not None:
         compressed, vocab = sizes
         has_tokenizer = (ckpt.path / "tokenizer.json").is_file() and not (ckpt.path / "token_map.json").is_file()

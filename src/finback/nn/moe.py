@@ -110,35 +110,33 @@ class Experts(Prepared):
         self.limit, self.rounds, self.weigh_output = limit, rounds, weigh_output
         self.w13: nn.Parameter | None = nn.Parameter(torch.empty(n, 2 * inter, dim))
         self.w2: nn.Parameter | None = nn.Parameter(torch.empty(n, dim, inter))
-        self.packed: list[tuple[kernels.PackedWeight, kernels.PackedWeight]] | None = None
+        self.packed: dict[str, list[kernels.PackedWeight]] = {}
 
     def prepare(self) -> None:
-        if self.w13 is None or self.w2 is None:
-            return
-        packed = []
-        for up, down in zip(self.w13, self.w2, strict=True):
-            first, second = kernels.pack_linear(up), kernels.pack_linear(down)
-            if first is None or second is None:
-                return
-            packed.append((first, second))
-        self.packed, self.w13, self.w2 = packed, None, None
+        for name in ("w13", "w2"):  # one stack after the other: never more than one of them is held twice
+            stack = getattr(self, name)
+            if stack is None:
+                continue
+            packed = [kernels.pack_linear(weight) for weight in stack]
+            if all(packed):
+                self.packed[name] = [weight for weight in packed if weight is not None]
+                setattr(self, name, None)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, out: Tensor) -> Tensor:
         """out [T, D] plus each token's experts: x [T, D] rounded where `rounds` is set; weights, experts [T, K]."""
         return kernels.for_each_expert(x, weights, experts, self._run, out)
 
     def _run(self, expert: int, x: Tensor, weights: Tensor) -> Tensor:
-        hidden = self._multiply(x, expert, 0).to(weights.dtype)
+        hidden = self._multiply(x, expert, "w13").to(weights.dtype)
         hidden = kernels.swiglu(hidden, self.limit)
         hidden = (hidden if self.weigh_output else hidden * weights).to(x.dtype)
-        y = self._multiply(hidden if self.rounds is None else self.rounds(hidden), expert, 1)
+        y = self._multiply(hidden if self.rounds is None else self.rounds(hidden), expert, "w2")
         return y.to(weights.dtype) * weights if self.weigh_output else y
 
-    def _multiply(self, x: Tensor, expert: int, which: int) -> Tensor:
-        if self.packed is not None:
-            return kernels.packed_linear(x, self.packed[expert][which])
-        weight = (self.w13, self.w2)[which]
-        assert weight is not None
+    def _multiply(self, x: Tensor, expert: int, name: str) -> Tensor:
+        if name in self.packed:
+            return kernels.packed_linear(x, self.packed[name][expert])
+        weight: Tensor = getattr(self, name)
         return kernels.linear(x, weight[expert])
 
 

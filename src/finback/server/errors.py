@@ -10,12 +10,18 @@ from finback.base.runtime import FinbackError, RequestError
 class ApiError(Exception):
     """An answer that is an error.
 
-    status: HTTP status. param: the field of the request that is to blame, e.g. "messages[2].content". code: a short word
-    for programs. retry_after: seconds after which the client may try again.
+    status: HTTP status. param: the field of the request that is to blame, e.g. "messages[2].content". code: a short
+    word for programs. retry_after: seconds after which the client may try again.
     """
 
     def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None, retry_after: int = 0
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int = 0,
     ):
         super().__init__(message)
         self.message, self.status, self.param, self.code, self.retry_after = message, status, param, code, retry_after

@@ -1,7 +1,7 @@
 """What clients may send, as OpenAI names it, with vLLM's additions. Plain Python, no torch.
 
-A field that is not served is refused, never ignored; so is a value that could not be honoured. Fields that change nothing
-(`store: false`, `service_tier: "auto"`) may be sent with the value that says so.
+A field that is not served is refused, never ignored; so is a value that could not be honoured. Fields that change
+nothing (`store: false`, `service_tier: "auto"`) may be sent with the value that says so.
 """
 
 from __future__ import annotations
@@ -199,7 +199,9 @@ class Sampling(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
+    ) = None
     seed: Int64 | None = None
     stop: Strings | None = None
     stop_token_ids: list[TokenId] = []
@@ -257,9 +259,11 @@ class ChatRequest(Sampling):
 
 
 class CompletionRequest(Sampling):
-    prompt: str | Annotated[list[TokenId], Field(min_length=1)] | Annotated[
-        list[str | Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)
-    ]
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str | Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    )
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
@@ -319,28 +323,22 @@ def read_json(body: bytes) -> Any:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ApiError(f"the body is not valid UTF-8 (byte {error.start})") from None
-    _check_depth(text)
     try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
+        data = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
     except ValueError as error:
         raise ApiError(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    level, depth = [data], 0
+    while level := [v for c in level if isinstance(c, dict | list) for v in (c.values() if isinstance(c, dict) else c)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise _too_deep()
+    return data
 
 
-def _check_depth(text: str) -> None:
-    depth = deepest = 0
-    in_string = escaped = False
-    for c in text if text.count("[") + text.count("{") > MAX_DEPTH else "":
-        if in_string:
-            in_string, escaped = (c != '"' or escaped), c == "\\" and not escaped
-        elif c == '"':
-            in_string = True
-        elif c in "[{":
-            depth += 1
-            deepest = max(depth, deepest)
-        elif c in "]}":
-            depth -= 1
-    if deepest > MAX_DEPTH:
-        raise ApiError(f"the body is nested more than {MAX_DEPTH} levels deep")
+def _too_deep() -> ApiError:
+    return ApiError(f"the body is nested more than {MAX_DEPTH} levels deep")
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -362,7 +360,7 @@ def _explained(error: ValidationError, kind: type[Strict], data: Mapping[str, An
     first = error.errors(include_url=False, include_context=False)[0]
     unknown = next((e for e in error.errors(include_url=False) if e["type"] == "extra_forbidden"), None)
     chosen = unknown or (found if found["loc"][:1] == first["loc"][:1] else first)
-    path = _path(chosen["loc"], data)
+    path = _path(chosen["loc"], data, absent=chosen["type"] == "missing")
     if chosen["type"] == "extra_forbidden":
         name = str(chosen["loc"][-1])
         hint = nearest(name, kind.model_fields)
@@ -372,8 +370,9 @@ def _explained(error: ValidationError, kind: type[Strict], data: Mapping[str, An
     return ApiError(f"{path}: {message}" if path else message, param=path or None, code=code)
 
 
-def _path(loc: tuple[int | str, ...], data: Any) -> str:
-    """messages[2].content from a location, which also names the branches of unions on the way."""
+def _path(loc: tuple[int | str, ...], data: Any, *, absent: bool) -> str:
+    """messages[2].content from a location, which also names the branches of unions on the way. absent: its last step is
+    not in the data."""
     out = ""
     for step in loc:
         if isinstance(step, int):
@@ -382,7 +381,7 @@ def _path(loc: tuple[int | str, ...], data: Any) -> str:
                 continue
             data = data[step] if inside else None
             out += f"[{step}]"
-        elif isinstance(data, dict) and (step in data or step == loc[-1]):
+        elif isinstance(data, dict) and (step in data or (absent and step == loc[-1])):
             data = data.get(step)
             out += f".{step}" if out else step
     return out

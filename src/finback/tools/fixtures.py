@@ -71,7 +71,8 @@ def tiny_v41(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def tiny_v41_plain(tokenizer: Tokenizer) -> dict[str, Any]:
-    """`tiny-v41` with float32 weights: nothing is rounded, so comparisons can be exact."""
+    """`tiny-v41` with float32 weights (Engram tables stay FP8, as in every layout): nothing is rounded, so comparisons
+    can be exact."""
     config = {k: v for k, v in tiny_v41(tokenizer).items() if k != "quantization_config"}
     return {**config, "dtype": "float32"}
 

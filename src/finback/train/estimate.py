@@ -57,7 +57,6 @@ class Estimate:
             ]
         )
 
-
     def _time(self) -> str:
         if self.seconds is None or self.machine_rate is None:
             return "unknown: the recipe's device is not in this machine"

@@ -22,6 +22,7 @@ deterministic: ContextVar[bool] = ContextVar("finback_deterministic", default=Fa
 
 ROWS = 16
 COLUMNS = 64
+_TAIL = 16  # rows of at least four values: a whole number of vectors of any width
 
 
 def in_row_blocks(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -41,7 +42,7 @@ def pad_rows(x: Tensor, multiple: int) -> Tensor:
 
 def elementwise(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     """run(x) for an elementwise function with a slower path for the last few values, which rounds differently."""
-    return run(pad_rows(x, ROWS))[: len(x)]
+    return run(pad_rows(x, _TAIL))[: len(x)]
 
 
 def packed_rows(wide: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:

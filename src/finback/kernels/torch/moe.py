@@ -15,8 +15,15 @@ def router_scores(logits: Tensor, score: str) -> Tensor:
     if score == "softmax":
         return logits.softmax(dim=-1)
     assert score in ("sigmoid", "sqrtsoftplus"), score
-    run = torch.sigmoid if score == "sigmoid" else lambda z: F.softplus(z).sqrt()
+    run = torch.sigmoid if score == "sigmoid" else _sqrt_softplus
     return fixed.elementwise(logits, run) if fixed.deterministic.get() else run(logits)
+
+
+def _sqrt_softplus(z: Tensor) -> Tensor:
+    if not (z.requires_grad and torch.is_grad_enabled()):
+        return F.softplus(z).sqrt()
+    # Far below zero it is exp(z / 2), whose derivative is finite; that of sqrt at an underflowed 0 is not.
+    return torch.where(z < -30, (z / 2).exp(), F.softplus(z.clamp(min=-30)).sqrt())
 
 
 def top_experts(scores: Tensor, k: int) -> Tensor:

@@ -196,7 +196,6 @@ class Attention(nn.Module):
         latent = kernels.sparse_attention(q, [(table, index)], None, c.softmax_scale, value_width=c.kv_lora_rank)
         return self.wo(self.wkv_b.expand(latent).flatten(1))
 
-
     def indexer_kl(
         self, x: Tensor, q: Tensor, qr: Tensor, scope: tuple[Tensor, Tensor], keys: Tensor, picked: Tensor, step: Step
     ) -> Tensor:

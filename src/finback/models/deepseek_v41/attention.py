@@ -299,9 +299,7 @@ class Attention(nn.Module):
         chosen = torch.arange(len(q), device=q.device) if step.batch.tape.queries is None else step.batch.tape.queries
         scopes = [(rows, index[chosen]) for rows, index in scopes]
         mass = kernels.attention_mass(q[chosen], scopes, self.attn_sink, self.c.head_dim**-0.5)[1]
-        asking, weights = self.indexer.queries(
-            x.detach()[chosen], qr.detach()[chosen], step.compressed_turns[chosen]
-        )
+        asking, weights = self.indexer.queries(x.detach()[chosen], qr.detach()[chosen], step.compressed_turns[chosen])
         seq = step.batch.seq[chosen].unsqueeze(1)
         index = step.view.locate(key_group(self.ratio), seq, share.rows[chosen])
         return selection_kl(kernels.index_scores_at(asking, weights, share.keys, index), mass, index)

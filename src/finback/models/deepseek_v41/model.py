@@ -95,9 +95,7 @@ class Block(nn.Module):
         wide = streams.to(kernels.accumulator(streams.dtype))
         return wide, self.attn_norm(kernels.hc_collapse(wide, pre).to(streams.dtype))
 
-    def leave(
-        self, y: Tensor, wide: Tensor, batch: ForwardBatch, is_image: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def leave(self, y: Tensor, wide: Tensor, batch: ForwardBatch, is_image: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attention output [T, D] and the streams before it -> streams after the experts, and the next `pre`."""
         dtype, acc = y.dtype, wide.dtype
         pre, post, comb = self.hc_attn(wide)
