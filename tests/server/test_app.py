@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
+from importlib import resources
 from typing import Any
 
 import httpx
@@ -24,6 +26,7 @@ from finback.server.generation import chat_events
 
 USER = [{"role": "user", "content": "hi"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLER = {"role": "assistant", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "x", "tool_call_id": "1"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -60,10 +63,10 @@ ODD = [
     ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "messages[0].tool_calls"),
     ({"messages": [RESULT]}, "messages[0]"),
-    ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "messages[0]"),
-    ({"messages": [{"role": "assistant", "tool_calls": [CALL]}, *USER]}, "messages[0]"),
+    ({"messages": [CALLER]}, "messages[0]"),
+    ({"messages": [CALLER, *USER]}, "messages[0]"),
     ({"messages": [{"role": "assistant", "tool_calls": [CALL, CALL]}]}, "messages[0].tool_calls"),
-    ({"messages": [{"role": "assistant", "tool_calls": [CALL]}, {**RESULT, "tool_call_id": "9"}]}, "messages[1].tool_call_id"),
+    ({"messages": [CALLER, {**RESULT, "tool_call_id": "9"}]}, "messages[1].tool_call_id"),
     ({"messages": [{"role": "assistant", "content": "a", "prefix": True}, *USER]}, "messages[0].prefix"),
     ({"messages": [{"role": "user", "content": " " * 100_000}]}, "messages"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
@@ -142,7 +145,8 @@ def test_unusual_requests_that_are_served(http: httpx.Client, backend: Any, kit:
 @pytest.mark.parametrize(
     ("fields", "number"),
     [({}, 75),
-     *(({"reasoning_effort": word}, n) for word, n in (("low", 50), ("high", 75), ("xhigh", 75), ("max", 100), ("none", None))),
+     *(({"reasoning_effort": word}, n) for word, n in (("low", 50), ("high", 75), ("xhigh", 75), ("max", 100))),
+     ({"reasoning_effort": "none"}, None),
      ({"reasoning_effort": 1}, 1), ({"reasoning_effort": 100}, 100),
      ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, None),
      ({"chat_template_kwargs": {"thinking": False}}, None)],
@@ -159,7 +163,8 @@ def test_reasoning_effort(http: httpx.Client, backend: Any, kit: Any, fields: An
 
 D = "｜DSML｜"
 FRAGMENTS = [
-    "a", "\n", "é漢😀", "</think>", "STOP", "ST", "<", '"', f"<{D} calls>\n", f'<{D} invoke name="f">\n', f"</{D} invoke>",
+    "a", "\n", "é漢😀", "</think>", "STOP", "ST", "<", '"',
+    f"<{D} calls>\n", f'<{D} invoke name="f">\n', f"</{D} invoke>",
     f'<{D} parameter name="k" string="true">', f"</{D} parameter>\n", f"</{D} calls>",
 ]  # fmt: skip
 SPELLED = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
@@ -352,3 +357,12 @@ def test_the_document_describes_every_endpoint(http: httpx.Client):
 def test_unknown_paths_have_errors_of_the_same_shape(http: httpx.Client):
     for got in (http.get("/v2"), http.get(CHAT)):
         assert got.status_code in (404, 405) and "message" in got.json()["error"]
+
+
+def test_the_page_loads_nothing_from_elsewhere():
+    """It has to work without a network, and the policy it is sent with forbids everything else anyway."""
+    page = resources.files("finback.server").joinpath("static/chat.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?://|<link|@import|<script src|innerHTML|eval\(", page)
+    ids = set(re.findall(r'id="(\w+)"', page))
+    assert set(re.findall(r'\$\("(\w+)"\)', page)) <= ids
+    assert set(re.findall(r"FIELDS = \[(.*)\]", page)[0].replace('"', "").split(", ")) <= ids

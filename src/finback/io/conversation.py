@@ -138,8 +138,13 @@ class ChatParser(Protocol):
         """Take in text whose tokens are not known: every spelling of a control token counts as one."""
         ...
 
-    def finish(self) -> ChatDelta:
-        """What was held back and can no longer become markup."""
+    @property
+    def complete_calls(self) -> int:
+        """Calls whose end was seen."""
+        ...
+
+    def finish(self, *, truncated: bool = False) -> ChatDelta:
+        """What was held back and can no longer become markup. truncated: the output was cut off by a limit."""
         ...
 
 
