@@ -310,6 +310,11 @@ def test_inspect_and_fixtures_reach_their_tools(monkeypatch, capsys):
         ),
         ("score", "--model --device --dtype --rounding --backend --token-ids --splits --json"),
         (
+            "chat",
+            "--model --device --dtype --rounding --backend --system --think --max-tokens --temperature --top-p --seed "
+            "--draft",
+        ),
+        (
             "serve",
             "--model --device --dtype --rounding --backend --host --port --api-key --served-model-name --max-model-len "
             "--max-num-seqs --max-num-batched-tokens --max-queued-requests --kv-cache-memory-bytes "
@@ -342,7 +347,7 @@ def test_top_level_help_names_every_verb(args, capsys):
         main(args)
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    assert all(verb in text for verb in ("generate", "serve", "score", "inspect", "fixtures", "train"))
+    assert all(verb in text for verb in ("generate", "chat", "serve", "score", "inspect", "fixtures", "train"))
 
 
 @pytest.mark.parametrize("args", [["generate", "hi"], ["generate", "--model", "m", "--dtype", "int3", "hi"], ["nope"]])

@@ -144,6 +144,42 @@ class Score(ModelFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Chat(ModelFlags):
+    """Chat with the model in the terminal. /help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves."""
+
+    system: str = ""
+    """What the model is told before the first message."""
+    think: Literal["off", "low", "high", "max"] = "high"
+    """How thoroughly the model thinks before it answers."""
+    max_tokens: int = 8192
+    """Longest answer, reasoning included."""
+    temperature: float = 1.0
+    """0 takes the likeliest token every time."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens whose probabilities add up to this; 1 keeps all."""
+    seed: int | None = None
+    """The same seed gives the same answers."""
+    draft: Literal["auto", "ngram", "none"] = "auto"
+    """Speculative decoding: the checkpoint's own draft stages, repetitions in the text, or none."""
+
+    def run(self) -> None:
+        from finback.engine.request import SamplingParams
+
+        sampling = SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed
+        )
+        llm = self.load(draft=None if self.draft == "none" else self.draft, max_num_seqs=1)
+        from finback.io.conversation import ChatOptions
+        from finback.tools import chat
+
+        options = ChatOptions(thinking=self.think != "off", effort=chat.EFFORTS.get(self.think))
+        watched = sys.stdout.isatty()
+        dim, plain = ("\x1b[2m", "\x1b[0m") if watched else ("", "")
+        session = chat.Session(llm, sampling, options, self.system, dim=dim, plain=plain)
+        session.run(chat.lines_of_terminal("> " if watched and sys.stdin.isatty() else ""))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Serve(ModelFlags):
     """Serve the model over HTTP as OpenAI's clients expect it, with a chat page at /. Needs the extra `serve`."""
 
@@ -290,6 +326,7 @@ class Train:
 
 Verb = (
     Annotated[Generate, subcommand("generate")]
+    | Annotated[Chat, subcommand("chat")]
     | Annotated[Serve, subcommand("serve")]
     | Annotated[Score, subcommand("score")]
     | Annotated[Inspect, subcommand("inspect")]

@@ -35,6 +35,17 @@ def test_masked_form_equals_the_sparse_one(rng: torch.Generator, tokens: int, wi
         assert torch.allclose(sparse, dense, atol=1e-9, rtol=0)
 
 
+def test_a_scope_without_columns(rng: torch.Generator):
+    """A sequence that is shorter than a compression group has no compressed row to pick: an index of width 0."""
+    q = torch.randn(3, 2, 6, dtype=torch.float64, generator=rng, requires_grad=True)
+    near = torch.randn(3, 6, dtype=torch.float64, generator=rng, requires_grad=True)
+    window, none = torch.tensor([[-1, 0], [0, 1], [1, 2]]), torch.empty(3, 0, dtype=torch.int64)
+    with_it = kernels.sparse_attention(q, [(near, window), (near[:0], none)], None, 0.4)
+    assert torch.allclose(with_it, attention.sparse_attention(q, [(near, window)], None, 0.4), atol=1e-12)
+    empty = training.masked_attention(q, [(near[:0], none)], None, 0.4)
+    assert empty.shape == q.shape and not empty.any()
+
+
 def test_masked_attention_gradients(rng: torch.Generator):
     """A mask that is applied after the softmax has the right values for one shape and wrong gradients for all."""
     q = torch.randn(5, 2, 6, dtype=torch.float64, generator=rng, requires_grad=True)

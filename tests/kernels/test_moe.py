@@ -116,7 +116,8 @@ def test_for_each_expert_gradients(tokens):
 
 
 def test_gradients_of_scores_stay_finite_far_below_zero() -> None:
-    """sqrt(softplus(z)) underflows to 0 near z = -104 in float32, where sqrt's derivative is infinite: 0 * inf = NaN."""
+    """sqrt(softplus(z)) underflows to 0 near z = -104 in float32, where sqrt's derivative is infinite: 0 * inf =
+    NaN."""
     logits = torch.tensor([[-400.0, -110.0, -31.0, -29.0, 0.0, 5.0]], requires_grad=True)
     scores = kernels.router_scores(logits, "sqrtsoftplus")
     scores.sum().backward()

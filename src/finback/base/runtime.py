@@ -1,4 +1,4 @@
-"""Errors a user can cause, logging, warn-once, seeding. Everything else imports from here; it imports nothing of ours."""
+"""Errors a user can cause, logging, warn-once, seeding. Everything else may import this; it imports nothing of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model that runs: check headers, build, decode weights, prepare them for this machine."""
+"""From a checkpoint folder to a model that runs: check headers, build, decode and prepare the weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def check_rounding(rounding: str | None) -> bool | None:
 
 
 def skeleton(config: Mapping[str, Any], *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Model:
-    """The model of a parsed config.json on the "meta" device: its weight table and nothing in memory. Raises ConfigError."""
+    """The model of a parsed config.json on the "meta" device: its weight table and nothing in memory. Raises
+    ConfigError."""
     with torch.device("meta"):
         return family(config).from_config(config, dtype=dtype, **options)
 

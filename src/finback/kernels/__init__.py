@@ -25,6 +25,7 @@ from finback.kernels.torch import quant as _quant
 from finback.kernels.torch import stream as _stream
 from finback.kernels.torch import training as _training
 from finback.kernels.torch.attention import accumulator as accumulator
+from finback.kernels.torch.attention import cast as cast
 from finback.kernels.torch.matmul import PackedWeight as PackedWeight
 
 BACKENDS = ("auto", "torch")

@@ -43,8 +43,8 @@ class Model(nn.Module):
     """A language model on packed tokens. Families derive from it and share leaves, not skeletons.
 
     dtype: what it computes in. lookback: token ids before a chunk that `Chunk.context` must hold (n-gram memory).
-    window_tail: run layers that only a prompt's tail needs on its last window alone, which is approximate; models without
-    such layers ignore it.
+    window_tail: run layers that only a prompt's tail needs on its last window alone, which is approximate; models
+    without such layers ignore it.
     """
 
     vocab_size: int

@@ -80,14 +80,19 @@ class GroupedLinear(Prepared):
         self.groups, self.width = groups, k
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(groups * n, k))
         self.packed: list[kernels.PackedWeight] | None = None
+        self.stacked: Tensor | None = None  # [G, k, n] of small groups: one product instead of G
 
     def prepare(self) -> None:
         if self.weight is not None:
             packed = [kernels.pack_linear(w) for w in self.weight.chunk(self.groups)]
             if all(packed):
                 self.packed, self.weight = [p for p in packed if p is not None], None
+                if all(isinstance(p.data, Tensor) for p in self.packed):
+                    self.stacked = torch.stack([p.data for p in self.packed]).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.stacked is not None and not kernels.is_deterministic():
+            return torch.bmm(kernels.cast(x, torch.float32).transpose(0, 1), self.stacked).transpose(0, 1)
         if self.packed is not None:
             parts = [kernels.packed_linear(part, w) for part, w in zip(x.unbind(1), self.packed, strict=True)]
             return torch.stack(parts, dim=1)

@@ -10,7 +10,7 @@ from finback.nn.linear import ActRound, Prepared, Weight
 from finback.nn.tape import Tape
 
 
-class Router(nn.Module):
+class Router(Prepared):
     """Picks K of E experts per token and weighs them.
 
     scores = f(logits); experts = top K of scores + bias; weights = scores of those, normalised to sum 1 if `normalise`,
@@ -42,6 +42,10 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(n_experts, dtype=acc), requires_grad=False) if bias else None
         self.bias_vl = nn.Parameter(torch.empty(n_experts, dtype=acc), requires_grad=False) if image_bias else None
 
+    def prepare(self) -> None:
+        """Scores are computed in the accumulation type: hold the weight in it."""
+        self.weight.data = self.weight.data.to(kernels.accumulator(self.weight.dtype))
+
     def forward(self, x: Tensor, is_image: Tensor | None, tape: Tape, name: str) -> tuple[Tensor, Tensor]:
         """x [T, D], is_image [T] bool or None -> weights [T, K] float32/64, experts [T, K] int64 (best first)."""
         scores = kernels.router_scores(kernels.linear(x, self.weight, dtype=kernels.accumulator(x.dtype)), self.score)
@@ -50,7 +54,7 @@ class Router(nn.Module):
         weights = scores.gather(1, experts)
         if self.normalise:
             weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
-        weights = weights * self.scale
+        weights = weights * self.scale if self.scale != 1 else weights
         tape.note(f"{name}.expert_weights", weights)
         return weights, experts
 
@@ -85,7 +89,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [n, D], already rounded where `rounds` is set. Returns [n, D] in x's dtype."""
-        hidden = kernels.swiglu(self.w13.multiply(x).to(kernels.accumulator(x.dtype)), self.limit).to(x.dtype)
+        hidden = kernels.swiglu(kernels.cast(self.w13.multiply(x), kernels.accumulator(x.dtype)), self.limit)
+        hidden = kernels.cast(hidden, x.dtype)
         return self.w2.multiply(hidden if self.rounds is None else self.rounds(hidden))
 
 
@@ -127,11 +132,11 @@ class Experts(Prepared):
         return kernels.for_each_expert(x, weights, experts, self._run, out)
 
     def _run(self, expert: int, x: Tensor, weights: Tensor) -> Tensor:
-        hidden = self._multiply(x, expert, "w13").to(weights.dtype)
+        hidden = kernels.cast(self._multiply(x, expert, "w13"), weights.dtype)
         hidden = kernels.swiglu(hidden, self.limit)
-        hidden = (hidden if self.weigh_output else hidden * weights).to(x.dtype)
+        hidden = kernels.cast(hidden if self.weigh_output else hidden * weights, x.dtype)
         y = self._multiply(hidden if self.rounds is None else self.rounds(hidden), expert, "w2")
-        return y.to(weights.dtype) * weights if self.weigh_output else y
+        return kernels.cast(y, weights.dtype) * weights if self.weigh_output else y
 
     def _multiply(self, x: Tensor, expert: int, name: str) -> Tensor:
         if name in self.packed:
@@ -163,4 +168,5 @@ class MoE(nn.Module):
         """x [T, D] -> [T, D]. is_image: [T] bool or None. Choices go to `tape` under `name`."""
         weights, experts = self.gate(x, is_image, tape, name)
         x = x if self.rounds is None else self.rounds(x)
-        return self.experts(x, weights, experts, self.shared_experts(x).to(weights.dtype)).to(x.dtype)
+        shared = kernels.cast(self.shared_experts(x), weights.dtype)
+        return kernels.cast(self.experts(x, weights, experts, shared), x.dtype)

@@ -73,5 +73,6 @@ def turns_at(positions: Tensor, freqs: Tensor, dtype: torch.dtype) -> Tensor:
     REF: the angle is a float32 product at every position, as in the released models; at positions near a million that
     angle carries an error of some hundredths, and the weights were trained with it.
     """
-    angles = torch.outer(positions.float(), freqs.to(positions.device)).to(kernels.accumulator(dtype))
+    freqs = freqs if freqs.device == positions.device else freqs.to(positions.device)
+    angles = kernels.cast(torch.outer(positions.float(), freqs), kernels.accumulator(dtype))
     return torch.polar(torch.ones_like(angles), angles)

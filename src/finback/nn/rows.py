@@ -100,9 +100,11 @@ class ForwardBatch:
         self.tape = tape or Tape()
         lengths = np.asarray(self.lengths, dtype=np.int64)
         self.offsets = [0, *np.cumsum(lengths).tolist()]
-        self.seq = self.tensor(np.repeat(np.arange(len(chunks)), lengths))
+        self.host_seq = np.repeat(np.arange(len(chunks)), lengths)
+        self.seq = self.tensor(self.host_seq)
         positions = [np.arange(c.start, c.start + len(c.ids)) for c in chunks]
-        self.positions = self.tensor(np.concatenate(positions) if positions else [])
+        self.host_positions = np.concatenate(positions) if positions else np.empty(0, np.int64)
+        self.positions = self.tensor(self.host_positions)
         self.ids = self.tensor(np.concatenate([np.asarray(c.ids, dtype=np.int64) for c in chunks]) if chunks else [])
         self.is_image: Tensor | None = None
         if any(c.types is not None and max(c.types, default=-1) >= 0 for c in chunks):
@@ -111,7 +113,8 @@ class ForwardBatch:
 
     def tensor(self, values: object) -> Tensor:
         """`values` (numpy array or list of ints) as an int64 tensor on this batch's device."""
-        return torch.as_tensor(np.asarray(values, dtype=np.int64)).to(self.device)
+        host = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+        return host if self.device.type == "cpu" else host.to(self.device)
 
     def __len__(self) -> int:
         return self.offsets[-1]
@@ -156,7 +159,8 @@ class ForwardBatch:
             counts = (last - first).tolist()
             groups = np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)] or [[]])
             owner = np.repeat(np.arange(len(counts)), counts)
-            self._finished[stride] = Finished(counts, self.tensor(owner), self.tensor(groups))
+            groups = groups.astype(np.int64)
+            self._finished[stride] = Finished(counts, owner, groups, self.tensor(owner), self.tensor(groups))
         return self._finished[stride]
 
     @cached_property
@@ -166,9 +170,12 @@ class ForwardBatch:
 
 @dataclass(frozen=True)
 class Finished:
-    """Row groups completed by a forward: counts[b] ints per sequence, and seq [n], row [n] int64 in packed order."""
+    """Row groups completed by a forward: counts[b] ints per sequence, and seq [n], row [n] int64 in packed order, also
+    on the host."""
 
     counts: list[int]
+    host_seq: np.ndarray
+    host_row: np.ndarray
     seq: Tensor
     row: Tensor
 
@@ -319,58 +326,75 @@ class PagedView:
     def __init__(self, store: PagedRows, batch: ForwardBatch):
         self.store, self.groups, self.batch = store, store.groups, batch
         self._windows: dict[str, Tensor] = {}
-        self._targets: dict[str, Tensor] = {}
-        self._page_tables: dict[str, Tensor] = {}
+        self._targets: dict[tuple[str, int], Tensor] = {}
+        self._page_tables: dict[str, np.ndarray] = {}
+        self._shift_tables: dict[tuple[str, int], Tensor] = {}
 
     def rebind(self, batch: ForwardBatch) -> PagedView:
         return PagedView(self.store, batch)
 
-    def _page_table(self, cls: str) -> Tensor:
+    def _host_page_table(self, cls: str) -> np.ndarray:
         """[B, pages] int64 physical page numbers of this batch's sequences, 0-padded."""
         if cls not in self._page_tables:
             lists = [c.pages[cls] for c in self.batch.chunks]
             table = np.zeros((len(lists), max(map(len, lists), default=0)), dtype=np.int64)
             for line, pages in zip(table, lists, strict=True):
                 line[: len(pages)] = pages
-            self._page_tables[cls] = self.batch.tensor(table)
+            self._page_tables[cls] = table
         return self._page_tables[cls]
+
+    def _shifts(self, group: str) -> Tensor:
+        """[B, pages + 1] int64: what to add to a row number by its page; the last column, that of row -1, is 0."""
+        per_page = self._rows_per_page(group)
+        key = page_class(self.groups[group]), per_page
+        if key not in self._shift_tables:
+            pages = self._host_page_table(key[0])
+            shifts = np.zeros((len(pages), pages.shape[1] + 1), np.int64)
+            shifts[:, :-1] = (pages - np.arange(pages.shape[1])) * per_page
+            self._shift_tables[key] = self.batch.tensor(shifts)
+        return self._shift_tables[key]
+
+    def _host_locate(self, group: str, seq: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """`locate` of numbers that are known on the host."""
+        page, rest = np.divmod(rows, self._rows_per_page(group))
+        physical = self._host_page_table(page_class(self.groups[group]))[seq, page] * self._rows_per_page(group) + rest
+        return np.where(rows < 0, rows, physical)
 
     def _rows_per_page(self, group: str) -> int:
         return self.store.page_tokens // self.groups[group].stride
 
     def _target(self, group: str) -> Tensor:
         """[n] physical rows that `append` writes."""
-        if group not in self._targets:
-            stride = self.groups[group].stride
-            if stride == 1:
-                seq, rows = self.batch.seq, self.batch.positions
+        key = page_class(self.groups[group]), self.groups[group].stride
+        if key not in self._targets:
+            if key[1] == 1:
+                seq, rows = self.batch.host_seq, self.batch.host_positions
             else:
-                done = self.batch.finished(stride)
-                seq, rows = done.seq, done.row
-            self._targets[group] = self.locate(group, seq, rows)
-        return self._targets[group]
+                done = self.batch.finished(key[1])
+                seq, rows = done.host_seq, done.host_row
+            self._targets[key] = self.batch.tensor(self._host_locate(group, seq, rows))
+        return self._targets[key]
 
     def append(self, group: str, layer: int, values: Tensor) -> Tensor:
         table = self.store.tables[group, layer]
         if values.shape[0]:
-            table.index_copy_(0, self._target(group), values.to(table.dtype))
+            table.index_copy_(0, self._target(group), kernels.cast(values, table.dtype))
         return table
 
     def table(self, group: str, layer: int) -> Tensor:
         return self.store.tables[group, layer]
 
     def locate(self, group: str, seq: Tensor, rows: Tensor) -> Tensor:
-        per_page = self._rows_per_page(group)
-        pages = self._page_table(page_class(self.groups[group]))
-        safe = rows.clamp(min=0)
-        physical = pages[seq, safe // per_page] * per_page + safe % per_page
-        return torch.where(rows < 0, rows, physical)
+        return rows + self._shifts(group)[seq, rows // self._rows_per_page(group)]
 
     def window(self, group: str) -> Tensor:
         if group not in self._windows:
             width = self.groups[group].window
             assert width is not None
-            self._windows[group] = self.locate(group, self.batch.seq.unsqueeze(1), _window_rows(self.batch, width))
+            if not kernels.is_deterministic():
+                width = min(width, max(self.batch.ends, default=0))
+            rows = np.maximum(self.batch.host_positions[:, None] + np.arange(1 - width, 1), -1)
+            self._windows[group] = self.batch.tensor(self._host_locate(group, self.batch.host_seq[:, None], rows))
         return self._windows[group]
 
     def sequence(self, group: str, table: Tensor, b: int) -> Tensor:

@@ -106,13 +106,17 @@ class Reply:
             delta["reasoning_content"] = event.delta.reasoning
         if event.delta.content:
             delta["content"] = event.delta.content
-        calls = []
+        calls: list[dict[str, Any]] = []
         for call in event.delta.calls:
-            function = {"arguments": call.arguments}
+            function: dict[str, Any] = {"arguments": call.arguments}
             if call.name is None:
                 calls.append({"index": call.index, "function": function})
             else:
-                head = {"index": call.index, "id": self._call_id(event.index, call.index), "type": "function"}
+                head: dict[str, Any] = {
+                    "index": call.index,
+                    "id": self._call_id(event.index, call.index),
+                    "type": "function",
+                }
                 calls.append({**head, "function": {"name": call.name, **function}})
         return {**delta, "tool_calls": calls} if calls else delta
 

@@ -7,7 +7,7 @@ Errors have OpenAI's shape. Keys are asked for by everything that reaches the mo
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Any
@@ -27,7 +27,7 @@ def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
     service = Service(backend, settings or Settings())
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         yield
         service.stop()
         backend.close()
@@ -46,7 +46,7 @@ def _add_errors(app: FastAPI) -> None:
 
     async def on_http(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return answer(ApiError(str(error.detail), status=error.status_code))
+        return answer(ApiError(error.detail, status=error.status_code))
 
     async def on_any(request: Request, error: Exception) -> JSONResponse:
         found = as_api_error(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -54,7 +54,7 @@ class _EngineCollector(Collector):
             ("engine_steps", "Forward passes.", stats.steps),
         ):
             yield self._counter(name, text, [("", value)])
-        finished = [(reason, count) for reason, count in stats.finished.copy().items()]
+        finished = list(stats.finished.copy().items())
         yield self._counter("request_success", "Finished requests.", finished, "finished_reason")
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
@@ -63,7 +63,7 @@ class _EngineCollector(Collector):
         return family
 
     def _counter(
-        self, name: str, text: str, values: list[tuple[str, float]], label: str | None = None
+        self, name: str, text: str, values: Sequence[tuple[str, float]], label: str | None = None
     ) -> CounterMetricFamily:
         family = CounterMetricFamily(f"finback:{name}", text, labels=["model_name", *([label] if label else [])])
         for kind, value in values:

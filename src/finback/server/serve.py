@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import uvicorn
 
@@ -47,7 +47,7 @@ class _Server(uvicorn.Server):
         self._stop, self._drain_seconds, self._on_start = stop, drain_seconds, on_start
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         """Stop on the first signal and end with exit code 0; uvicorn's own would raise the signal again at the end."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -108,7 +108,7 @@ def family_of(model_type: str) -> Family:
 
 def routers(model: Model) -> dict[str, Any]:
     """Name of each router whose bias balances the load ("layer3") -> the router."""
-    layers = getattr(model, "layers", [])
+    layers: Any = getattr(model, "layers", [])
     gates = {f"layer{i}": getattr(block.ffn, "gate", None) for i, block in enumerate(layers)}
     return {name: gate for name, gate in gates.items() if gate is not None and gate.bias is not None}
 

@@ -14,7 +14,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -295,7 +295,7 @@ class Trainer:
         return line
 
     @contextmanager
-    def _stopping(self) -> Iterator[None]:
+    def _stopping(self) -> Generator[None]:
         """SIGTERM asks for a checkpoint and an end, in the main thread."""
 
         def stop(number: int, frame: Any) -> None:
@@ -330,7 +330,7 @@ def continue_ids(
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def _evaluating(model: Any) -> Generator[None]:
     model.eval()
     try:
         yield

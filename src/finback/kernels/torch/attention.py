@@ -24,6 +24,11 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`; x itself, without a call into torch, where it has that type."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def _token_blocks(tokens: int, elements_per_token: int) -> list[slice]:
     step = max(1, _BLOCK // max(1, elements_per_token))
     return [slice(i, min(i + step, tokens)) for i in range(0, tokens, step)]
@@ -62,15 +67,16 @@ def _attend(
     acc = accumulator(q.dtype)
     index = torch.cat([index for _, index in scopes], dim=1) if len(scopes) > 1 else scopes[0][1]
     gathered = [_gather(rows, part) for rows, part in scopes]  # [T, k, h]
-    kv = (torch.cat(gathered, dim=1) if len(gathered) > 1 else gathered[0]).to(acc)
-    logits = torch.baddbmm(_bias(index, acc).unsqueeze(1), q.to(acc), kv.transpose(1, 2), alpha=scale)  # [T, H, K]
-    sink = sink.to(acc).view(1, -1, 1)
+    kv = cast(torch.cat(gathered, dim=1) if len(gathered) > 1 else gathered[0], acc)
+    logits = torch.baddbmm(_bias(index, acc).unsqueeze(1), cast(q, acc), kv.transpose(1, 2), alpha=scale)  # [T, H, K]
+    sink = cast(sink, acc).view(1, -1, 1)
     if released_columns is not None:
         spans = [(first, first + part.shape[1]) for first, (_, part) in zip(released_columns, scopes, strict=True)]
         return _released_average(logits, kv[..., :value_width], sink, spans).to(q.dtype)
     # The sink takes mass and has no value row.
     weights = torch.cat([logits, sink.expand(len(q), -1, 1)], dim=2).softmax(dim=2)[..., :-1]
-    return torch.bmm(weights, kv[..., :value_width]).to(q.dtype)
+    values = kv if value_width is None else kv[..., :value_width]
+    return cast(torch.bmm(weights, values), q.dtype)
 
 
 def _released_average(logits: Tensor, values: Tensor, sink: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
@@ -119,19 +125,19 @@ def _gather(rows: Tensor, index: Tensor) -> Tensor:
 
 def _bias(index: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where there is a key, -inf where the index is -1."""
-    return torch.zeros(index.shape, dtype=dtype, device=index.device).masked_fill_(index < 0, float("-inf"))
+    return cast(torch.where(index < 0, float("-inf"), 0.0), dtype)
 
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     acc = accumulator(q.dtype)
     if fixed.deterministic.get():
-        return _index_scores_fixed(q.to(acc), weights.to(acc).unsqueeze(1), keys.to(acc))
+        return _index_scores_fixed(cast(q, acc), weights.to(acc).unsqueeze(1), cast(keys, acc))
     tokens, heads, width = q.shape
-    keys = keys.to(acc).t()
+    keys = cast(keys, acc).t()
     out = [
         torch.bmm(
-            weights[b].to(acc).unsqueeze(1),
-            torch.mm(q[b].reshape(-1, width).to(acc), keys).relu_().view(b.stop - b.start, heads, keys.shape[1]),
+            cast(weights[b], acc).unsqueeze(1),
+            torch.mm(cast(q[b].reshape(-1, width), acc), keys).relu_().view(b.stop - b.start, heads, keys.shape[1]),
         ).squeeze(1)
         for b in _token_blocks(tokens, heads * keys.shape[1])
     ]
@@ -152,8 +158,8 @@ def index_scores_at(q: Tensor, weights: Tensor, table: Tensor, index: Tensor) ->
     out = []
     for b in _token_blocks(len(q), index.shape[1] * (table.shape[1] + q.shape[1])):
         keys = _gather(table, index[b]).to(acc)
-        heads = torch.bmm(q[b].to(acc), keys.transpose(1, 2)).relu_()
-        out.append(torch.bmm(weights[b].to(acc).unsqueeze(1), heads).squeeze(1))
+        heads = torch.bmm(cast(q[b], acc), keys.transpose(1, 2)).relu_()
+        out.append(torch.bmm(cast(weights[b], acc).unsqueeze(1), heads).squeeze(1))
     scores = torch.cat(out) if len(out) != 1 else out[0]
     return scores.masked_fill_(index < 0, float("-inf"))
 

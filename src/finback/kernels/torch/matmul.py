@@ -73,7 +73,8 @@ def packed_linear(x: Tensor, weight: PackedWeight, dtype: torch.dtype | None = N
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    if dtype is not None and dtype != x.dtype:
+    dtype = x.dtype if dtype is None else dtype
+    if not x.dtype == weight.dtype == dtype:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if fixed.deterministic.get():
         return fixed.in_row_blocks(x, lambda rows: F.linear(rows, weight, bias))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from finback.kernels.torch import fixed
+from finback.kernels.torch.attention import cast
 
 
 def router_scores(logits: Tensor, score: str) -> Tensor:
@@ -41,8 +42,8 @@ def for_each_expert(
     x: Tensor, weights: Tensor, experts: Tensor, run: Callable[[int, Tensor, Tensor], Tensor], out: Tensor
 ) -> Tensor:
     if len(x) == 1:  # a decode step: nothing to sort, gather or scatter
-        for expert, place in sorted((e, i) for i, e in enumerate(experts[0].tolist())):
-            out = out + run(expert, x, weights[:, place : place + 1]).to(out.dtype)
+        for expert, place in sorted((e, i) for i, e in enumerate(experts.tolist()[0])):
+            out = out + cast(run(expert, x, weights[:, place : place + 1]), out.dtype)
         return out
     flat = experts.flatten()
     order = flat.argsort(stable=True)

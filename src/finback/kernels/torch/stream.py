@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from finback.kernels.torch import fixed
-from finback.kernels.torch.attention import accumulator
+from finback.kernels.torch.attention import accumulator, cast
 from finback.kernels.torch.matmul import linear
 
 Array = npt.NDArray[Any]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return F.rms_norm(x.to(accumulator(x.dtype)), x.shape[-1:], weight, eps).to(x.dtype)
+    return cast(F.rms_norm(cast(x, accumulator(x.dtype)), x.shape[-1:], weight, eps), x.dtype)
 
 
 def rotate_pairs(x: Tensor, turns: Tensor, *, inverse: bool = False) -> Tensor:
@@ -27,7 +27,7 @@ def rotate_pairs(x: Tensor, turns: Tensor, *, inverse: bool = False) -> Tensor:
     # A copy of all of x and a product in place: cheaper than cutting the tail off and joining it again.
     wide = x.to(accumulator(x.dtype), copy=True, memory_format=torch.contiguous_format)
     pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
-    pairs[..., -turns.shape[-1] :].mul_(turns.unsqueeze(1) if x.ndim == 3 else turns)
+    pairs[..., -turns.shape[-1] :].mul_(turns.unsqueeze(1) if x.ndim > turns.ndim else turns)
     return wide if wide.dtype == x.dtype else wide.to(x.dtype)
 
 
@@ -46,12 +46,17 @@ def hc_mixes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     copies = streams.shape[1]
     flat = streams.flatten(1)
+    if flat.is_cpu and not _needs_gradient(flat, fn, scale, base):
+        norm = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
+        z, norms, scales, bases = (_array(t) for t in (linear(flat, fn), norm, scale, base))
+        z = z / np.sqrt(norms * norms / flat.shape[1] + norm_eps)
+        z *= np.repeat(scales, (copies, copies, copies * copies))
+        z += bases
+        return _split_mixes_numpy(z, copies, iterations, eps)
     # The norm is one pass without a temporary of the streams' size.
     mean_square = torch.linalg.vector_norm(flat, dim=1, keepdim=True).square() / flat.shape[1]
     mixes = linear(flat, fn) * torch.rsqrt(mean_square + norm_eps)
     mixes = torch.addcmul(base, mixes, scale.index_select(0, _parts_of_mixes(copies, scale.device)))
-    if _on_host(mixes):
-        return _split_mixes_numpy(mixes.numpy(), copies, iterations, eps)
     pre, post, comb = mixes.split([copies, copies, copies * copies], dim=1)
     return pre.sigmoid() + eps, 2 * post.sigmoid(), _sinkhorn(comb.unflatten(1, (copies, copies)), iterations, eps)
 
@@ -63,9 +68,13 @@ def _parts_of_mixes(copies: int, device: torch.device) -> Tensor:
         return torch.tensor([0] * copies + [1] * copies + [2] * copies * copies, device=device)
 
 
-def _on_host(x: Tensor) -> bool:
-    """Whether numpy may compute on x: a tiny array costs what a call costs, several times more in torch."""
-    return x.is_cpu and not x.requires_grad
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _array(x: Tensor) -> Array:
+    """A CPU tensor's memory for numpy: a tiny array costs what a call costs, several times more in torch."""
+    return np.from_dlpack(x.detach() if x.requires_grad else x)
 
 
 def _split_mixes_numpy(mixes: Array, copies: int, iterations: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,8 +89,8 @@ def _split_mixes_numpy(mixes: Array, copies: int, iterations: int, eps: float) -
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    if _on_host(logits):
-        return torch.from_numpy(_sinkhorn_numpy(logits.numpy(), iterations, eps))
+    if logits.is_cpu and not _needs_gradient(logits):
+        return torch.from_numpy(_sinkhorn_numpy(_array(logits), iterations, eps))
     return _sinkhorn(logits, iterations, eps)
 
 

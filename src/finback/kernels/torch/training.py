@@ -33,7 +33,7 @@ class Ranges:
 def _in_runs(index: Tensor) -> Tensor:
     """[T, k] -> [R, _RUN, k], filled up with -1; a batch of fewer tokens is one run."""
     run = min(_RUN, len(index))
-    return F.pad(index, (0, 0, 0, -len(index) % run), value=-1).view(-1, run, index.shape[1])
+    return F.pad(index, (0, 0, 0, -len(index) % run), value=-1).view(-(-len(index) // run), run, index.shape[1])
 
 
 def ranges(scopes: Scopes) -> list[Ranges]:

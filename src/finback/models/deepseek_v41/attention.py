@@ -119,6 +119,8 @@ class Compressor(nn.Module):
         name = raw_group(self.ratio)
         table = step.view.append(name, layer, raw)
         done = step.batch.finished(self.ratio)
+        if not len(done.host_row):  # no group is finished
+            return x.new_empty(0, table.shape[1] // 2)
         tokens = done.row.unsqueeze(1) * self.ratio + torch.arange(self.ratio, device=x.device)
         rows = table[step.view.locate(name, done.seq.unsqueeze(1), tokens)]  # [n, r, 2h]
         values, scores = rows.chunk(2, dim=2)
@@ -180,6 +182,9 @@ class Indexer(nn.Module):
         wants_blocks = self.is_candidate_source and (
             fixed or longest > c.candidate_topk_blocks * c.candidate_block_size
         )
+        if len(batch.lengths) == 1 and not wants_blocks:  # nothing to put together
+            scores = kernels.index_scores(q, weights, step.view.sequence(key_group(self.ratio), keys, 0))
+            return kernels.top_rows(scores, c.index_topk, visible), None
         picked = q.new_full((len(batch), min(c.index_topk, longest)), -1, dtype=torch.int64)
         n_blocks = c.candidate_topk_blocks
         if not fixed:

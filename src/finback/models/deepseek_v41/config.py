@@ -200,7 +200,8 @@ def _check_text(c: TextConfig) -> None:
 
 
 def _check_sources(c: TextConfig) -> None:
-    """Every compressed layer must find its rows and its selection in a layer before it (or itself) with its own ratio."""
+    """Every compressed layer must find its rows and its selection in a layer before it (or itself) with its own
+    ratio."""
     for layer, ratio in enumerate(c.compress_ratios[: c.num_hidden_layers]):
         if not ratio:
             continue

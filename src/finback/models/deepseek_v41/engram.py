@@ -61,7 +61,8 @@ class Engram(nn.Module):
         self.k_weight = nn.Parameter(torch.empty(c.hc_mult, c.hidden_size))
 
     def forward(self, streams: Tensor, rows: Tensor, is_image: Tensor | None) -> Tensor:
-        """streams [T, M, D], rows [T, C] int64 of the table -> streams with the memory added; image tokens unchanged."""
+        """streams [T, M, D], rows [T, C] int64 of the table -> streams with the memory added; image tokens
+        unchanged."""
         acc = kernels.accumulator(streams.dtype)
         wide = streams.to(acc)
         memory = self.wkv(self.embed(rows, streams.dtype)).to(acc).unflatten(1, (self.copies + 1, -1))

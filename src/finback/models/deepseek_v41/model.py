@@ -92,18 +92,18 @@ class Block(nn.Module):
 
     def enter(self, streams: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
         """Streams in the accumulation type [T, M, D], and the attention's input [T, D]."""
-        wide = streams.to(kernels.accumulator(streams.dtype))
-        return wide, self.attn_norm(kernels.hc_collapse(wide, pre).to(streams.dtype))
+        wide = kernels.cast(streams, kernels.accumulator(streams.dtype))
+        return wide, self.attn_norm(kernels.cast(kernels.hc_collapse(wide, pre), streams.dtype))
 
     def leave(self, y: Tensor, wide: Tensor, batch: ForwardBatch, is_image: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attention output [T, D] and the streams before it -> streams after the experts, and the next `pre`."""
         dtype, acc = y.dtype, wide.dtype
         pre, post, comb = self.hc_attn(wide)
-        wide = kernels.hc_expand(y.to(acc), wide, post, comb).to(dtype).to(acc)
+        wide = kernels.cast(kernels.cast(kernels.hc_expand(kernels.cast(y, acc), wide, post, comb), dtype), acc)
         next_pre, post, comb = self.hc_ffn(wide)
-        x = self.ffn_norm(kernels.hc_collapse(wide, pre).to(dtype))
+        x = self.ffn_norm(kernels.cast(kernels.hc_collapse(wide, pre), dtype))
         y = self.ffn(x, is_image, batch.tape, f"layer{self.layer}")
-        return kernels.hc_expand(y.to(acc), wide, post, comb).to(dtype), next_pre
+        return kernels.cast(kernels.hc_expand(kernels.cast(y, acc), wide, post, comb), dtype), next_pre
 
     def forward(
         self, streams: Tensor, pre: Tensor, step: Step, share: LayerShare, narrowed: Narrowed | None = None
@@ -124,8 +124,9 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Backbone:
-    """A forward's results. hidden: [T', D] of the wanted tokens. main: [T'', D] input of the draft stages, of every token
-    whose draft rows a wanted position can read (None: no such token, or no draft stages); `main_view`: their row view."""
+    """A forward's results. hidden: [T', D] of the wanted tokens. main: [T'', D] input of the draft stages, of every
+    token whose draft rows a wanted position can read (None: no such token, or no draft stages); `main_view`: their row
+    view."""
 
     hidden: Tensor
     main: Tensor | None
@@ -236,7 +237,8 @@ class DeepseekV41(Model):
         return self.engrams[name.split(".")[1]].embed
 
     def set_token_map(self, token_map: Sequence[int] | Tensor) -> None:
-        """Compressed id of each token id, for the Engram hash. Raises ConfigError where sizes disagree with the config."""
+        """Compressed id of each token id, for the Engram hash. Raises ConfigError where sizes disagree with the
+        config."""
         c = self.config.text_config
         tensor = torch.as_tensor(token_map, dtype=torch.int64)
         if len(tensor) < c.vocab_size or int(tensor.max()) >= c.engram_compressed_vocab_size or int(tensor.min()) < 0:
@@ -275,10 +277,10 @@ class DeepseekV41(Model):
     def backbone(self, batch: ForwardBatch, view: RowView) -> Backbone:
         """The whole forward, with what the draft stages need of it."""
         c = self.config.text_config
+        turns = turns_at(batch.positions, torch.cat([self.window_freqs, self.compressed_freqs]), self.dtype)
         step = Step(
             view,
-            turns_at(batch.positions, self.window_freqs, self.dtype),
-            turns_at(batch.positions, self.compressed_freqs, self.dtype),
+            *turns.chunk(2, dim=1),
             self.compressed_freqs,
             self.dtype,
         )
@@ -301,9 +303,16 @@ class DeepseekV41(Model):
             streams, pre, share = layer(streams, pre, step, share, narrowed)
             if not len(streams):  # the layers above have nothing to do either
                 break
-        hidden = self.norm(kernels.hc_collapse(streams.to(pre.dtype), pre).to(self.dtype))
+        hidden = self.norm(kernels.cast(kernels.hc_collapse(kernels.cast(streams, pre.dtype), pre), self.compute))
         main = self.mtp.combine(targets) if self.mtp is not None and i == len(self.layers) - 1 else None
         return Backbone(hidden, main, step.view)
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The type of activations. Packed weights give float32 sums and take float32 inputs: where nothing has to be
+        rounded as released, rounding to bf16 between them would cost time and digits. DIFF: so it is left out."""
+        widened = self.head.packed is not None and not self.rounding
+        return kernels.accumulator(self.dtype) if widened else self.dtype
 
     @property
     def last_source(self) -> int:
@@ -321,7 +330,7 @@ class DeepseekV41(Model):
 
     def embed_tokens(self, batch: ForwardBatch) -> Tensor:
         """[T, D] embeddings, image spans replaced by their features."""
-        h = self.embed(batch.ids)
+        h = kernels.cast(self.embed(batch.ids), self.compute)
         if batch.inserted is not None:
             index, rows = batch.inserted
             h = h.index_copy(0, index, rows.to(h.dtype))
