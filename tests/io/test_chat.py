@@ -210,6 +210,8 @@ def test_a_vocabulary_without_control_tokens_is_refused():
     names = [name for name in SPECIALS if name != "<｜User｜>"]
     with pytest.raises(ConfigError, match="User"):
         DeepseekV41Chat(Tokenizer(byte_level_tokenizer(specials=names), bos_id=0, eos_ids=(1,)))
+    with pytest.raises(ConfigError, match="spikewhale"):
+        Chat.of({"model_type": "spikewhale"}, TOKENIZER)
 
 
 # -- the parser --------------------------------------------------------------------------------------------------------

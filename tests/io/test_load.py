@@ -21,6 +21,7 @@ from finback.io.checkpoint_write import Stored, save_checkpoint
 from finback.io.load import load_model
 from finback.models.base import Model
 from finback.nn.rows import BatchRows, Chunk, ForwardBatch
+from finback.nn.tape import Tape
 from finback.tools.fixtures import make
 
 EXTRA = ("tokenizer.json", "tokenizer_config.json", "token_map.json")
@@ -62,9 +63,9 @@ def rewritten(
 
 
 @torch.no_grad()
-def logits_of(model: Model, n: int = 20) -> Tensor:
-    ids = torch.randint(8, 500, (n,), generator=torch.Generator().manual_seed(0)).tolist()
-    batch = ForwardBatch([Chunk(ids)])
+def logits_of(model: Model, tape: Tape | None = None) -> Tensor:
+    ids = torch.randint(8, 500, (20,), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = ForwardBatch([Chunk(ids)], tape=tape)
     return model.logits(model(batch, BatchRows(model.row_groups()).view(batch)))
 
 
@@ -125,7 +126,10 @@ def test_inference_form_computes_the_same(quantised: Path) -> None:
         assert served.file_table("layers.1.engram.embed.weight").weight is None
         assert trained.file_table("layers.1.engram.embed.weight").weight is not None
         assert (logits_of(served) - logits_of(trained)).abs().max() < bar
-    served, trained = (logits_of(load_model(quantised, rounding="off", trainable=t)) for t in (False, True))
+    # In bf16 packed weights leave activations in float32, so near ties may fall differently: compare with equal picks.
+    made = Tape(record=True)
+    served = logits_of(load_model(quantised, rounding="off"), made)
+    trained = logits_of(load_model(quantised, rounding="off", trainable=True), Tape(made.seen))
     assert torch.nn.functional.cosine_similarity(served, trained, dim=1).min() > 0.99
 
 

@@ -26,7 +26,7 @@ TOKENIZER = Tokenizer(byte_level_tokenizer(), bos_id=0, eos_ids=(1,), pad_id=2)
 class ScriptedLLM:
     """Says `says` token by token; an exception in place of a text is raised after two tokens."""
 
-    tokenizer, config = TOKENIZER, {}
+    tokenizer, config = TOKENIZER, {"model_type": "deepseek_v41"}
     engine = SimpleNamespace(max_model_len=600)
 
     def __init__(self) -> None:

@@ -10,11 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finback.base.runtime import RequestError
+from finback.base.runtime import ConfigError, RequestError
 from finback.io.chat_v41 import DeepseekV41Chat
 from finback.io.conversation import ChatFormat, ChatOptions, ChatParser, Image, Message, Piece, Tool
 from finback.io.images import MAX_PIXELS, ImageInput, decode_image, expand_placeholders, prepare_image
 from finback.io.text import Tokenizer
+
+FORMATS = {"deepseek_v41": DeepseekV41Chat}
+"""Chat formats by the model_type of a config.json."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,16 @@ class Chat:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tokenizer: Tokenizer, *, max_pixels: int = MAX_PIXELS) -> Chat:
-        """The chat of a checkpoint, from its parsed config.json. Raises ConfigError where its vocabulary lacks the
-        control tokens of its format."""
+        """The chat of a checkpoint, from its parsed config.json. Raises ConfigError for a family whose format is not
+        known, and where the vocabulary lacks the format's control tokens."""
+        if (kind := config.get("model_type")) not in FORMATS:
+            raise ConfigError(
+                f"there is no chat format for model_type {kind!r}; known are {', '.join(FORMATS)}. Continue plain text "
+                "instead (finback generate, /v1/completions)"
+            )
         sizes = ImageSizes.of(config)
         token = None if sizes is None else sizes.image_token_id
-        return cls(DeepseekV41Chat(tokenizer, image_token_id=token), tokenizer, sizes, max_pixels=max_pixels)
+        return cls(FORMATS[kind](tokenizer, image_token_id=token), tokenizer, sizes, max_pixels=max_pixels)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: ChatOptions | None = None

@@ -68,11 +68,6 @@ class DsmlParser:
         self._arguments = 0  # parameters of the open call so far
         self._is_text = False  # the open parameter is a string
 
-    @property
-    def complete_calls(self) -> int:
-        """Calls whose end was seen."""
-        return self._count - self._open
-
     def feed(self, token_ids: Sequence[int], text: str) -> ChatDelta:
         """See `ChatParser.feed`."""
         return self._take(self._marks.of_tokens(token_ids, text))

@@ -21,7 +21,7 @@ from finback.io.chat_parser import DsmlParser
 from finback.io.conversation import ChatOptions, ChatParser, Control, Image, Message, Piece, Tool, ToolCall
 from finback.io.text import Tokenizer
 
-DEFAULT_EFFORT, MAX_EFFORT = 75, 100
+DEFAULT_EFFORT = 75
 
 # role -> (spellings from the newest to the oldest, id in the released vocabulary)
 TOKENS: dict[str, tuple[tuple[str, ...], int]] = {
@@ -79,8 +79,6 @@ class DeepseekV41Chat:
     image_token_id: the config's; None takes the vocabulary's own image token, if it has one. Raises ConfigError where
     the vocabulary lacks a control token.
     """
-
-    max_effort = MAX_EFFORT
 
     def __init__(self, tokenizer: Tokenizer, *, image_token_id: int | None = None):
         self._tokenizer = tokenizer

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-ROLES = ("system", "user", "assistant", "tool", "latest_reminder")
 ToolChoice = Literal["auto", "none", "required"]
 
 
@@ -46,9 +45,9 @@ class Tool:
 class Message:
     """One message.
 
-    role: one of ROLES. parts: texts and images in order; only user and tool messages may hold images. reasoning, calls:
-    of an assistant message. call_id: the call that a tool message answers. prefix: the model goes on with this last
-    assistant message instead of answering it.
+    role: system, user, assistant, tool or latest_reminder. parts: texts and images in order; only user and tool
+    messages may hold images. reasoning, calls: of an assistant message. call_id: the call that a tool message answers.
+    prefix: the model goes on with this last assistant message instead of answering it.
     """
 
     role: str
@@ -138,11 +137,6 @@ class ChatParser(Protocol):
         """Take in text whose tokens are not known: every spelling of a control token counts as one."""
         ...
 
-    @property
-    def complete_calls(self) -> int:
-        """Calls whose end was seen."""
-        ...
-
     def finish(self, *, truncated: bool = False) -> ChatDelta:
         """What was held back and can no longer become markup. truncated: the output was cut off by a limit."""
         ...
@@ -150,8 +144,6 @@ class ChatParser(Protocol):
 
 class ChatFormat(Protocol):
     """One family's way of writing a chat."""
-
-    max_effort: int
 
     def pieces(self, messages: Sequence[Message], tools: Sequence[Tool], options: ChatOptions) -> Iterator[Piece]:
         """The prompt as text, control tokens and images. Raises RequestError for what the format cannot say."""

@@ -43,8 +43,9 @@ class EngramTable(nn.Module):
         else:
             assert self.stored is not None, "the table was never attached"
             values, scales = self.stored
-            picked = values.view(torch.uint8).index_select(0, flat).view(torch.float8_e4m3fn)
-            rows = dequantize(picked, scales.index_select(0, flat), E4M3_R32, dtype)
+            here = flat.to(values.device)  # the table may lie in host memory beside a model on a GPU
+            picked = values.view(torch.uint8).index_select(0, here).view(torch.float8_e4m3fn)
+            rows = dequantize(picked, scales.index_select(0, here), E4M3_R32, dtype).to(index.device)
         return rows.view(len(index), -1)
 
 
