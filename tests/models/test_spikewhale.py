@@ -91,9 +91,15 @@ class Paged:
 
 @pytest.mark.parametrize("name", SETS)
 def test_golden(name: str):
-    """Would catch any departure from the published model: parts, order, norms, masks, routing, every loss term."""
+    """Would catch any departure from the published model: parts, order, norms, masks, routing, every loss term.
+
+    The derf set is ill-conditioned (logits up to 40): in float32 it moves by up to 1.6e-4 from one processor to another,
+    so it is computed in float64, from which the set itself is 9.6e-5 away.
+    """
     wanted = load_file(GOLDEN / name / "golden.safetensors")
-    model = load_model(GOLDEN / name, dtype="float32")
+    dtype = torch.float64 if name.endswith("derf") else torch.float32
+    wanted = {k: t.to(dtype) if t.is_floating_point() else t for k, t in wanted.items()}
+    model = load_model(GOLDEN / name, dtype=dtype)
     batch = ForwardBatch([Chunk(ids.tolist()) for ids in wanted["ids"]])
     with torch.no_grad():
         hidden, aux = model.forward_with_aux(batch, BatchRows(model.row_groups()).view(batch))
@@ -250,7 +256,9 @@ def test_gradients_and_recomputation(name: str):
         grads.append({k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys()
     for key, grad in grads[0].items():
-        assert grad.isfinite().all() and grad.any(), key
+        # All copies are still equal where the first layer mixes them: how it weighs them changes nothing.
+        alike = key == "model.layers.0.hc_attn.pre_weight"
+        assert grad.isfinite().all() and (alike or grad.any()), key
         torch.testing.assert_close(grads[1][key], grad, atol=1e-12, rtol=0)
     unused = {k for k, _ in model.named_parameters()} - grads[0].keys()
     assert all("router" in k or ".experts." in k for k in unused), unused  # hash layers' routers, experts nobody picked

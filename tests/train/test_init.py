@@ -36,7 +36,7 @@ def test_hyper_connections_start_as_an_ordinary_residual(tiny_model, rng):
     ids = torch.randint(0, 48, (30,), generator=rng).tolist()
     with torch.no_grad():
         found, _ = forward(model, ids)
-        assert torch.allclose(found, plain_residual(model, ids), atol=2e-2)
+        assert torch.allclose(found, plain_residual(model, ids), atol=5e-2)
         for layer in model.layers:  # what depends on the input is small; without it the two are equal
             layer.hc_attn.fn.zero_()
             layer.hc_ffn.fn.zero_()
