@@ -93,8 +93,8 @@ class Paged:
 def test_golden(name: str):
     """Would catch any departure from the published model: parts, order, norms, masks, routing, every loss term.
 
-    The derf set is ill-conditioned (logits up to 40): in float32 it moves by up to 1.6e-4 from one processor to another,
-    so it is computed in float64, from which the set itself is 9.6e-5 away.
+    The derf set is ill-conditioned (logits up to 40): in float32 it moves by up to 1.6e-4 from one processor to
+    another, so it is computed in float64, from which the set itself is 9.6e-5 away.
     """
     wanted = load_file(GOLDEN / name / "golden.safetensors")
     dtype = torch.float64 if name.endswith("derf") else torch.float32

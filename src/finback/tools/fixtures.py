@@ -77,7 +77,49 @@ def tiny_v41_plain(tokenizer: Tokenizer) -> dict[str, Any]:
     return {**config, "dtype": "float32"}
 
 
-PRESETS: dict[str, Callable[[Tokenizer], dict[str, Any]]] = {"tiny-v41": tiny_v41, "tiny-v41-plain": tiny_v41_plain}
+def tiny_v32(tokenizer: Tokenizer) -> dict[str, Any]:
+    """DeepSeek-V3.2-Exp with a selective indexer, router groups, a dense first layer and YaRN, in float32."""
+    return {
+        "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "hidden_size": 64,
+        "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 4, "first_k_dense_replace": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "moe_layer_freq": 1, "q_lora_rank": 32,
+        "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+        "index_n_heads": 16, "index_head_dim": 32, "index_topk": 8, "vocab_size": len(tokenizer),
+        "max_position_embeddings": 1024, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+        "dtype": "float32",
+    }  # fmt: skip
+
+
+def tiny_spikewhale(tokenizer: Tokenizer) -> dict[str, Any]:
+    """SpikeWhaleLM v2 with every part on that goes together, two draft heads and the spread Engram hash, in float32."""
+    return {
+        "architectures": ["SpikeWhaleLM"], "model_type": "spikewhale", "vocab_size": len(tokenizer), "hidden_size": 64,
+        "num_hidden_layers": 4, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 4, "nope_head_dim": 12,
+        "q_lora_rank": 32, "o_lora_rank": 32, "rope_theta": 10000.0, "use_derf": False, "use_xsa": True,
+        "use_qk_norm": True, "use_moe": True, "moe_layers": [1, 2, 3], "n_routed_experts": 6, "n_shared_experts": 2,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True, "scoring_func": "sqrtsoftplus",
+        "routed_scaling_factor": 1.5, "num_hash_layers": 2, "use_hyper_connections": True, "hc_mult": 2,
+        "use_engram": True, "engram_compress_dim": 16, "engram_num_heads": 2, "engram_table_size": 64,
+        "engram_max_ngram": 3, "engram_hash": "spread", "use_hrm_refine": True, "hrm_refine_dim": 32,
+        "hrm_refine_steps": 2, "num_nextn_predict_layers": 2, "use_value_embed": True,
+        "bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_ids[0], "dtype": "float32",
+    }  # fmt: skip
+
+
+PRESETS: dict[str, Callable[[Tokenizer], dict[str, Any]]] = {
+    "tiny-v41": tiny_v41,
+    "tiny-v41-plain": tiny_v41_plain,
+    "tiny-v32": tiny_v32,
+    "tiny-spikewhale": tiny_spikewhale,
+}
 
 
 def preset_config(preset: str) -> dict[str, Any]:

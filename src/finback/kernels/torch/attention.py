@@ -166,11 +166,13 @@ def index_scores_at(q: Tensor, weights: Tensor, table: Tensor, index: Tensor) ->
 
 def top_rows(scores: Tensor, k: int, visible: Tensor) -> Tensor:
     tokens, n = scores.shape
-    columns = torch.arange(n, device=scores.device)
-    hidden = columns >= visible.unsqueeze(1)
-    if n <= k:
-        return torch.where(hidden, -1, columns)
-    scores = scores.masked_fill(hidden, float("-inf"))
+    whole = tokens == 1 and visible.is_cpu and int(visible) == n  # a decode step: nothing is hidden
+    if not whole or n <= k:
+        columns = torch.arange(n, device=scores.device)
+        hidden = columns >= visible.unsqueeze(1)
+        if n <= k:
+            return torch.where(hidden, -1, columns)
+        scores = scores.masked_fill(hidden, float("-inf"))
     border = scores.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
     picked = (scores < border).logical_not_()  # a row with NaN has too many picks then, never too few
     if int(picked.sum()) != tokens * k:  # ties at the border: the lowest positions win
@@ -180,7 +182,7 @@ def top_rows(scores: Tensor, k: int, visible: Tensor) -> Tensor:
         if int(picked.sum()) != tokens * k:
             raise NonFiniteError("index scores contain NaN, so no rows can be selected")
     rows = picked.nonzero()[:, 1].view(tokens, k)
-    return torch.where(rows < visible.unsqueeze(1), rows, -1)
+    return rows if whole else torch.where(rows < visible.unsqueeze(1), rows, -1)
 
 
 def top_blocks(scores: Tensor, n_blocks: int, block: int, visible: Tensor) -> Tensor:

@@ -42,8 +42,9 @@ def for_each_expert(
     x: Tensor, weights: Tensor, experts: Tensor, run: Callable[[int, Tensor, Tensor], Tensor], out: Tensor
 ) -> Tensor:
     if len(x) == 1:  # a decode step: nothing to sort, gather or scatter
+        parts = weights.split(1, dim=1)
         for expert, place in sorted((e, i) for i, e in enumerate(experts.tolist()[0])):
-            out = out + cast(run(expert, x, weights[:, place : place + 1]), out.dtype)
+            out = out + cast(run(expert, x, parts[place]), out.dtype)
         return out
     flat = experts.flatten()
     order = flat.argsort(stable=True)

@@ -26,7 +26,10 @@ def rotate_pairs(x: Tensor, turns: Tensor, *, inverse: bool = False) -> Tensor:
     turns = turns.conj() if inverse else turns
     # A copy of all of x and a product in place: cheaper than cutting the tail off and joining it again.
     wide = x.to(accumulator(x.dtype), copy=True, memory_format=torch.contiguous_format)
-    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+    if _needs_gradient(wide):
+        pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+    else:
+        pairs = wide.view(turns.dtype)  # one call; it has no derivative
     pairs[..., -turns.shape[-1] :].mul_(turns.unsqueeze(1) if x.ndim > turns.ndim else turns)
     return wide if wide.dtype == x.dtype else wide.to(x.dtype)
 
@@ -119,6 +122,8 @@ def _sinkhorn_numpy(logits: Array, iterations: int, eps: float) -> Array:
 
 
 def hc_collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    if len(streams) == 1 and not fixed.deterministic.get():
+        return torch.mm(pre, streams.squeeze(0))
     return torch.bmm(pre.unsqueeze(1), streams).squeeze(1)
 
 

@@ -259,7 +259,7 @@ class Attention(nn.Module):
         released = columns if self.rounding else None
         o = kernels.sparse_attention(q, scopes, self.attn_sink, self.c.head_dim**-0.5, released_columns=released)
         o = kernels.rotate_pairs(o, turns, inverse=True)
-        return self.wo_b(self.wo_a(o.reshape(len(o), self.c.o_groups, self.wo_a.width)).flatten(1))
+        return self.wo_b(self.wo_a(o.view(len(o), self.c.o_groups, self.wo_a.width)).flatten(1))
 
     def forward(
         self, x: Tensor, step: Step, share: LayerShare, narrowed: Narrowed | None = None
