@@ -80,7 +80,8 @@ def load_model(
         compressed, vocab = sizes
         has_tokenizer = (ckpt.path / "tokenizer.json").is_file() and not (ckpt.path / "token_map.json").is_file()
         tokenizer = Tokenizer.load(ckpt.path) if has_tokenizer else None
-        model.set_token_map(load_token_map(ckpt.path, tokenizer, compressed, vocab_size=vocab))
+        token_map = load_token_map(ckpt.path, tokenizer, compressed, vocab_size=vocab)
+        model.set_token_map(torch.from_numpy(token_map))
     if not trainable:
         prepare(model)
     return model

@@ -93,6 +93,14 @@ class Model(nn.Module):
         """patch, downsample and image_token_id of a model that takes images, else None."""
         return None
 
+    def set_token_map(self, token_map: Sequence[int] | Tensor) -> None:
+        """Compressed id of each token id, for a model whose `token_map_sizes` asks for them."""
+        raise AssertionError("this family has no token map")
+
+    def file_table(self, name: str) -> Any:
+        """The module whose stored rows the checkpoint tensor `name` holds, with `attach` and `allocate`."""
+        raise AssertionError("this family has no table that stays in the file")
+
     def token_map_sizes(self) -> tuple[int, int] | None:
         """(compressed ids, vocabulary) of the token map that `set_token_map` needs, None for a model without one."""
         return None

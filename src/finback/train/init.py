@@ -48,8 +48,9 @@ def initialise(model: Model, seed: int) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "hc_attn"):  # a block of a family with hyper-connections
             _plain_residual(module, first=2 * int(name.rsplit(".", 1)[1]))
-        if hasattr(module, "copies") and hasattr(module, "wkv"):  # Engram
-            module.wkv.weight[module.copies * module.q_weight.shape[1] :] = 0
+        if hasattr(module, "copies") and hasattr(module, "wkv"):
+            engram: Any = module
+            engram.wkv.weight[engram.copies * engram.q_weight.shape[1] :] = 0
 
 
 def _fresh(spec: TensorSpec, generator: torch.Generator) -> Tensor:

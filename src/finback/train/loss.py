@@ -62,7 +62,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]  (the decorator hides the names)
         up = grad_outputs[0]
         grad_hidden, grad_weight = ctx.saved_tensors
         return (grad_hidden * up).to(ctx.dtypes[0]), (grad_weight * up).to(ctx.dtypes[1]), None, None, None

@@ -40,7 +40,7 @@ def can_pack() -> bool:
 def pack_linear(weight: Tensor) -> PackedWeight | None:
     if not (can_pack() and weight.is_cpu and weight.dtype == torch.bfloat16 and weight.numel()):
         return None
-    shape, wide = tuple(weight.shape), weight.detach().float()
+    shape, wide = (weight.shape[0], weight.shape[1]), weight.detach().float()
     for scale in (1.0, _scale_for_half(weight)):
         scaled = wide if scale == 1.0 else wide / scale
         if torch.equal(scaled.half().float(), scaled):

@@ -278,12 +278,8 @@ class DeepseekV41(Model):
         """The whole forward, with what the draft stages need of it."""
         c = self.config.text_config
         turns = turns_at(batch.positions, torch.cat([self.window_freqs, self.compressed_freqs]), self.dtype)
-        step = Step(
-            view,
-            *turns.chunk(2, dim=1),
-            self.compressed_freqs,
-            self.dtype,
-        )
+        window_turns, compressed_turns = turns.chunk(2, dim=1)
+        step = Step(view, window_turns, compressed_turns, self.compressed_freqs, self.dtype)
         hashed = self.engram_rows(batch)
         streams = self.embed_tokens(batch).unsqueeze(1).expand(-1, c.hc_mult, -1)
         pre = torch.zeros(len(batch), c.hc_mult, dtype=kernels.accumulator(self.dtype), device=streams.device)
