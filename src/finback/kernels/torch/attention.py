@@ -74,7 +74,8 @@ def _attend(
         spans = [(first, first + part.shape[1]) for first, (_, part) in zip(released_columns, scopes, strict=True)]
         return _released_average(logits, kv[..., :value_width], sink, spans).to(q.dtype)
     # The sink takes mass and has no value row.
-    weights = torch.cat([logits, sink.expand(len(q), -1, 1)], dim=2).softmax(dim=2)[..., :-1]
+    sink = sink if len(q) == 1 else sink.expand(len(q), -1, 1)
+    weights = torch.cat([logits, sink], dim=2).softmax(dim=2)[..., :-1]
     values = kv if value_width is None else kv[..., :value_width]
     return cast(torch.bmm(weights, values), q.dtype)
 
