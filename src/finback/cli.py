@@ -118,7 +118,8 @@ class Score(ModelFlags):
     token_ids: str = ""
     """Comma-separated token ids instead of text, e.g. 1,2,3."""
     splits: str = ""
-    """Lengths of the chunks that the tokens are fed in, e.g. 7,1,40. The result must not depend on them."""
+    """Lengths of the chunks that the tokens are fed in, e.g. 7,1,40, adding up to the number of tokens. The result must
+    not depend on them."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -288,7 +289,7 @@ class Fixtures:
     dir: Annotated[Positional[str], arg(metavar="DIR")]
     """Folder to write."""
     preset: str = "tiny-v41"
-    """Which checkpoint."""
+    """Which checkpoint: tiny-v41, tiny-v41-plain (float32), tiny-v32 or tiny-spikewhale."""
 
     def run(self) -> None:
         from finback.tools import fixtures

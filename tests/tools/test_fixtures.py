@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from finback import LLM, SamplingParams
-from finback.base.runtime import CheckpointError, ConfigError
+from finback.base.runtime import ConfigError
 from finback.io.checkpoint import Checkpoint
 from finback.io.load import load_model
 from finback.models.base import TensorSpec
@@ -152,6 +152,13 @@ def test_unknown_presets_and_foreign_folders(tmp_path: Path) -> None:
         make(tmp_path / "x", preset="tiny-v14")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("all of it")
-    with pytest.raises(CheckpointError, match="mine"):
+    with pytest.raises(ConfigError, match="mine"):
         make(tmp_path / "mine")
     assert (tmp_path / "mine/thesis.txt").read_text() == "all of it"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"mine": 1}')
+    with pytest.raises(ConfigError, match="model"):
+        make(tmp_path / "model")
+    assert (tmp_path / "model/config.json").read_text() == '{"mine": 1}', "a checkpoint of somebody else's"
+    make(tmp_path / "again")
+    make(tmp_path / "again", preset="tiny-v41-plain")

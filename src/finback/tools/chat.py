@@ -71,8 +71,9 @@ class Session:
 
     def ask(self, text: str) -> Answer:
         """Send a message and print its answer. What came before Ctrl-C stays in the conversation. Raises FinbackError,
-        and leaves the conversation as it was."""
-        asked = [*self.messages, Message("user", (*self._images, text))]
+        and leaves the conversation as it was, without the images that were waiting."""
+        images, self._images = self._images, []  # dropped on an error, which would come again with every message
+        asked = [*self.messages, Message("user", (*images, text))]
         prompt = self._chat.render(asked, options=self.options)
         room = self.llm.engine.max_model_len - len(prompt.token_ids)
         if room < 1:
@@ -80,7 +81,6 @@ class Session:
         sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
         answer = self._print(self.llm.stream(prompt.as_prompt(), sampling), asked)
         self.messages = [*asked, Message("assistant", (answer.content,), answer.reasoning)]
-        self._images = []
         return answer
 
     def _print(self, stream: Iterator[Delta], asked: list[Message]) -> Answer:

@@ -7,6 +7,7 @@ candidate blocks that bind, unfinished groups, YaRN, Engram, images, drafts, FP8
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -130,8 +131,21 @@ def preset_config(preset: str) -> dict[str, Any]:
 
 
 def make(folder: str | Path, *, preset: str = "tiny-v41", seed: int = 0) -> None:
-    """Write a preset's checkpoint, with a real byte-level tokenizer, into `folder` (replacing an older checkpoint)."""
+    """Write a preset's checkpoint, with a real byte-level tokenizer, into `folder`. A fixture that is there is
+    replaced; anything else is refused with ConfigError and left as it is."""
+    _refuse_others(Path(folder).expanduser())
     write(folder, preset_config(preset), seed=seed, extra_files=tokenizer_files(byte_level_tokenizer()))
+
+
+def _refuse_others(folder: Path) -> None:
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        config = None
+    if config is None or all(config != preset_config(preset) for preset in PRESETS):
+        raise ConfigError(f"{folder} holds something that is no fixture, and it is not replaced; give a new folder")
 
 
 def write(
