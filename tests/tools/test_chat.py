@@ -86,6 +86,14 @@ def test_a_failed_message_leaves_no_trace(session: Session, llm: ScriptedLLM):
     assert [m.role for m in session.messages] == ["system"]
 
 
+def test_an_image_that_cannot_be_used_is_let_go(session: Session, llm: ScriptedLLM, tmp_path: Path):
+    """It came back with every later message, so that nothing could be said any more."""
+    (tmp_path / "x.png").write_bytes(b"no picture")
+    session.run(iter([f"/image {tmp_path / 'x.png'}", "what is this", "hello"]))
+    assert "error" in said(session) and "Yes." in said(session)
+    assert "hello" in llm.prompts[-1]
+
+
 def test_commands(session: Session, llm: ScriptedLLM):
     """/think changes the prompt, /reset empties it, an unknown command is explained and not sent."""
     session.run(iter(["/think max", "one", "/think off", "/reset", "two", "/think", "three", "/think maybe", "/nope"]))

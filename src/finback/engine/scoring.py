@@ -18,8 +18,8 @@ def check_splits(splits: Sequence[Sequence[int]] | None, lengths: Sequence[int],
     for i, (parts, n) in enumerate(zip(splits, lengths, strict=True)):
         if any(p < 0 for p in parts) or sum(parts) != n:
             raise RequestError(
-                f"splits {list(parts)} add up to {sum(parts)}, but sequence {i} has {n} tokens; give lengths that add up "
-                "to its tokens"
+                f"splits {list(parts)} add up to {sum(parts)}, but sequence {i} has {n} tokens; give lengths that add "
+                "up to its tokens"
             )
     count = max((len(parts) for parts in splits), default=0)
     return [[parts[i] if i < len(parts) else 0 for parts in splits] for i in range(count)]
