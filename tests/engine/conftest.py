@@ -114,7 +114,7 @@ def audit(engine: Engine) -> None:
             holders.update(slot.table.held(cls))
         for slot in engine.scheduler.waiting:
             assert not slot.table.pages.get(cls)
-        cached = [node.pages[cls][0] for node in cache._used[cls]] if cache is not None else []
+        cached = [node.pages[cls][0] for node in cache.nodes(cls)] if cache is not None else []
         assert len(cached) == len(set(cached))
         holders.update(cached)
         assert dict(holders) == pool._holders

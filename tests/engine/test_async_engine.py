@@ -7,10 +7,11 @@ neighbour that pays for it.
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
-from finback.base.runtime import FinbackError, NonFiniteError, RequestError
+from finback.base.runtime import ConfigError, FinbackError, NonFiniteError, RequestError
 from finback.engine.async_engine import AsyncEngine
 from finback.engine.llm import LLM
 
@@ -113,4 +114,52 @@ def test_nobody_waits_for_an_engine_that_died(llm, box, monkeypatch):
             await waiting
 
     asyncio.run(closing())
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_an_engine_that_could_not_be_made(llm, box):
+    """Memory is taken at the first request. One that is not there is said to whoever asked, and to later clients."""
+
+    class Unmade(LLM):
+        @property
+        def engine(self):
+            raise ConfigError("kv_cache_memory_bytes 1 does not hold one request")
+
+    llm.__class__ = Unmade
+
+    async def main():
+        engine = AsyncEngine(llm)
+        with pytest.raises(ConfigError, match="one request"):
+            await asyncio.wait_for(read(engine, [1], box.greedy(1)), 10)
+        assert not engine.alive
+        with pytest.raises(RequestError, match="closed"):
+            await read(engine, [1], box.greedy(1))
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_on_its_way_to_a_dying_engine_gets_an_answer(llm, box, monkeypatch):
+    """It was handed over during the step that failed, and would be taken in before a next one that never comes."""
+
+    async def main():
+        engine, entered, go = AsyncEngine(llm), threading.Event(), threading.Event()
+
+        def fail():
+            entered.set()
+            go.wait(10)
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(llm.engine.scheduler, "plan", fail)
+        first = asyncio.ensure_future(read(engine, [1, 2], box.greedy(3)))
+        while not entered.is_set():
+            await asyncio.sleep(0.001)
+        second = asyncio.ensure_future(read(engine, [3, 4], box.greedy(3)))
+        await asyncio.sleep(0.01)
+        go.set()
+        for waiting in (first, second):
+            with pytest.raises(FinbackError, match="ZeroDivision"):
+                await asyncio.wait_for(waiting, 10)
+
     asyncio.run(main())

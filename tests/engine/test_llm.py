@@ -228,6 +228,14 @@ def test_end_of_sequence_and_stops(exact: LLM) -> None:
     assert out.text == text.text[: text.text.index(needle)] and out.finish_reason == "stop"
 
 
+def test_a_stop_string_that_the_last_bytes_complete(exact: LLM) -> None:
+    """Half a character becomes text at the end only; a stop string in it is a stop, not a length."""
+    half = next(i for i in range(512) if exact.tokenizer.token_bytes(i) == b"\xe6")  # type: ignore[union-attr]
+    params = SamplingParams(max_tokens=1, allowed_token_ids=[half], stop="\ufffd")
+    (out,) = exact.generate([7], params)
+    assert (out.text, out.finish_reason, out.token_ids) == ("", "stop", [half])
+
+
 def test_seeds_repeat_whatever_runs_beside(exact: LLM) -> None:
     """A draw that depends on the batch, or a generator shared between requests."""
     warm = [SamplingParams(max_tokens=8, temperature=1.0, seed=s, ignore_eos=True) for s in (5, 6, 5)]
@@ -304,6 +312,12 @@ def test_a_full_context_ends_the_text(exact: LLM) -> None:
         (lambda m: m.generate([7, "a"]), ["'a'", "ids are integers"]),
         (lambda m: m.score([7, 1.5]), ["1.5", "ids are integers"]),
         (lambda m: m.generate([[]]), ["no tokens"]),
+        (lambda m: m.generate(b"abc"), ["bytes"]),
+        (lambda m: m.generate("ab\ud83d"), ["place 2", "half of a surrogate pair"]),
+        (lambda m: m.generate({"prompt_token_ids": [7], "images": 5}), ["images is int"]),
+        (lambda m: m.generate([7], {"max_tokens": 3}), ["{'max_tokens': 3}", "SamplingParams"]),
+        (lambda m: m.score(ids(9), splits=[4.5, 4.5]), ["sequence 0", "integers"]),
+        (lambda m: m.score([ids(9), ids(3)], splits=[[9]]), ["1 lists for 2 sequences"]),
         (lambda m: m.score([]), ["no tokens"]),
     ],
 )  # fmt: skip

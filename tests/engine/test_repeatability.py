@@ -6,6 +6,9 @@ the longest sequence in the batch, a vectorised function whose last few values t
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,20 +16,24 @@ from finback import kernels
 from finback.engine.args import EngineArgs
 from finback.engine.core import Engine
 from finback.engine.llm import LLM
-from finback.engine.request import SequenceState
+from finback.engine.request import SamplingParams, SequenceState
 from finback.kernels.torch import fixed
 from finback.tools import fixtures
 
+PRESETS = ("tiny-v41-plain", "tiny-v32", "tiny-spikewhale")
 PROMPT = [(i * 29 + 7) % 500 for i in range(45)]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "quantised"])
-def llm(request, tmp_path_factory, plain_folder):
-    if request.param != "quantised":
-        return LLM(plain_folder, dtype=request.param, draft=None)
-    folder = tmp_path_factory.mktemp("tiny-v41")
-    fixtures.make(folder)
-    return LLM(folder, draft=None)
+@pytest.fixture(
+    scope="module",
+    params=[(preset, dtype) for preset in PRESETS for dtype in ("float32", "bfloat16")] + [("tiny-v41", None)],
+    ids=str,
+)
+def llm(request, tmp_path_factory):
+    preset, dtype = request.param
+    folder = tmp_path_factory.mktemp(preset)
+    fixtures.make(folder, preset=preset)
+    return LLM(folder, dtype=dtype, draft=None)
 
 
 class Watched:
@@ -60,9 +67,9 @@ class Watched:
         return torch.cat(self.lines), running
 
 
-def neighbours(count):
-    """Prompts from 1 to 60 tokens, so that the batch's longest sequence changes all the time."""
-    return [([(k * 13 + i * 7 + 1) % 500 for i in range(1 + (k * 17) % 60)], 1 + k % 9) for k in range(count)]
+def neighbours(count, longest=60):
+    """Prompts from 1 to `longest` tokens, so that the batch's longest sequence changes all the time."""
+    return [([(k * 13 + i * 7 + 1) % 500 for i in range(1 + (k * 17) % longest)], 1 + k % 9) for k in range(count)]
 
 
 def test_bytes_do_not_depend_on_the_company(llm, box):
@@ -70,7 +77,9 @@ def test_bytes_do_not_depend_on_the_company(llm, box):
     alone, running = Watched(llm, enable_prefix_caching=False).run(box)
     tokens = running.output.token_ids
 
-    crowd, _ = Watched(llm, enable_prefix_caching=False).run(box, neighbours(31))
+    crowded = Watched(llm, enable_prefix_caching=False)
+    longest = 12 if crowded.engine.runner.one_by_one else 60  # one token a forward takes its time
+    crowd, _ = crowded.run(box, neighbours(31, longest))
     assert torch.equal(crowd, alone), "31 neighbours"
 
     for budget in (1, 7, 16, 44):
@@ -102,6 +111,20 @@ def test_bytes_do_not_depend_on_the_company(llm, box):
         kept = min(3, len(block))
         assert torch.equal(block[:kept], alone[at : at + kept]), "drafts"
         at += kept
+
+
+def test_scores_do_not_depend_on_splits(llm):
+    """Nor on what is scored beside them, nor on being generated instead."""
+    fixed = copy(llm)
+    fixed.args = replace(llm.args, deterministic=True)
+    whole = fixed.score(PROMPT[:20])
+    cut, _ = fixed.score([PROMPT[:20], PROMPT[7:40]], splits=[[7, 1, 12], [30, 0, 3]])
+    assert torch.equal(cut, whole)
+    watched = Watched(llm, enable_prefix_caching=False)
+    running = watched.engine.add(SequenceState(PROMPT[:20]), SamplingParams(max_tokens=1))
+    watched.slot = running.slot
+    watched.engine.step()
+    assert torch.equal(watched.lines[0], whole[-1:])
 
 
 def test_ordinary_products_do_depend_on_it(rng):

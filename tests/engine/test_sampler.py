@@ -176,6 +176,13 @@ def test_one_token_left(rng: torch.Generator):
             Picker(nothing, [0], V).verify(logits)
 
 
+def test_the_smallest_top_p_keeps_the_best_one():
+    """Times a sum below 1 it would be zero, and then nothing would be left to draw from."""
+    params = SamplingParams(temperature=1.0, top_p=5e-324, top_k=2)
+    probs = sampler.distribution(torch.tensor([0.0, 1.0, 0.5, 0.9]), params)
+    assert probs.tolist() == [0, 1, 0, 0]
+
+
 def test_logprobs(rng: torch.Generator):
     """top_k 1 with 5 log probabilities: raw ones are the model's own, processed ones are -inf but for one, and what is
     sent is JSON. Would catch log probabilities of the filtered logits, and `-Infinity` in a response."""
@@ -271,9 +278,12 @@ def test_draws_belong_to_seed_and_position(rng: torch.Generator):
         ({"logprobs": 101}, "logprobs is 101"), ({"logprobs_mode": "raw"}, "'raw_logprobs' or 'processed_logprobs'"),
         ({"json_schema": "{}", "regex": "a"}, "json_schema and regex"), ({"regex": ""}, "regex is ''"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos"), ({"json_schema": 3}, "json_schema is 3"),
+        ({"temperature": 10**400}, "temperature is 1000"), ({"repetition_penalty": 1e-308}, "in [0.01, 100]"),
+        ({"repetition_penalty": 1e308}, "in [0.01, 100]"), ({"bad_words": ["a\ud83d"]}, "place 1, half of a surrogate"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_named(settings: dict[str, Any], message: str):
+    """What would be ignored, or become infinity, NaN or another library's exception in the middle of a step."""
     with pytest.raises(RequestError) as error:
         SamplingParams(**settings)
     assert message in str(error.value)

@@ -122,18 +122,34 @@ def test_limits_name_themselves(box):
         box.fake(block_size=3)
 
 
-def test_a_branch_is_kept_the_second_time(box):
-    """A shared beginning in front of different endings: its border is not kept by the first prompt, whose upper layers
-    never ran there. The second one says why it missed, the third one hits, and all are right."""
-    engine, shared = box.fake(), list(range(20))
-    reused = []
-    for ending in range(4):
-        prompt = shared + [50, ending] * 9
-        (out,) = box.run(engine, [prompt], box.greedy(4))
-        assert out.token_ids == box.continuation(prompt, 4)
-        reused.append(out.cached_tokens)
-    assert reused == [0, 0, 20, 20]
+def test_a_shared_beginning_is_reused_by_the_second_prompt(box):
+    """Different endings behind twenty shared tokens. A long one hits at once: its own tail begins behind them. A short
+    one starts where its tail begins and leaves the whole border to the next one. Without a place to start it says so,
+    and all are right."""
+    shared = list(range(20))
+    for own, expected in ((18, [0, 20, 20, 20]), (6, [0, 8, 20, 20]), (1, [0, 20, 20, 20])):
+        engine, reused = box.fake(), []
+        for ending in range(4):
+            prompt = shared + [50 + ending] * own
+            (out,) = box.run(engine, [prompt], box.greedy(4))
+            assert out.token_ids == box.continuation(prompt, 4)
+            reused.append(out.cached_tokens)
+        assert reused == expected
+    engine = box.fake()
+    for prompt in (shared[:9] + [50] * 20, shared[:9] + [51] * 2):
+        box.run(engine, [prompt], box.greedy(1))
     assert engine.stats.prefix_misses == {"no match": 1, "never kept": 1}
+
+
+def test_windows_on_the_way_make_room_first(box):
+    """A long prompt fills idle memory with windows along its way; the ends of others have to outlive it."""
+    engine, first = box.fake(max_num_seqs=1, max_num_batched_tokens=16), [5] * 17
+    box.run(engine, [first], box.greedy(1))
+    box.run(engine, [list(range(60)) * 5], box.greedy(1))
+    pool = engine.runner.pages.pools["window:5"]
+    assert pool.idle > pool.usable - 5, "idle memory is not used"
+    (again,) = box.run(engine, [first], box.greedy(1))
+    assert again.cached_tokens == 16
 
 
 def test_misses_have_reasons(box):
@@ -141,7 +157,7 @@ def test_misses_have_reasons(box):
     box.run(engine, [[1, 2, 3]], box.greedy(1))
     prompt = list(range(30))
     box.run(engine, [prompt], box.greedy(1))
-    for _ in range(len(engine.cache._used["window:5"])):
+    for _ in range(len(engine.cache.nodes("window:5"))):
         engine.cache._evict("window:5")
     box.run(engine, [prompt], box.greedy(1))
     assert engine.stats.prefix_misses == {"too short": 1, "no match": 1, "window evicted": 1}

@@ -348,3 +348,27 @@ def test_pickers_know_what_a_model_lacks():
     for settings in ({"bad_words": "x"}, {"regex": "a+"}):
         with pytest.raises(RequestError, match="tokenizer"):
             pickers.make(SamplingParams(**settings), [0])
+
+
+@pytest.mark.parametrize("rule", ["coupled", "standard", "block"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_dead_end_inside_a_block_is_that_of_plain_decoding(rule: str, temperature: float):
+    """After two tokens the settings leave none. The tokens before it stand and the next step says so, with drafts that
+    reach the dead end, run past it, or stop short of it: history must not keep what was tried there."""
+    params = SamplingParams(
+        max_tokens=9, temperature=temperature, seed=3, allowed_token_ids=[1, 2],
+        bad_words=[[a, b, c] for a in (1, 2) for b in (1, 2) for c in (1, 2)], logprobs=0,
+    )  # fmt: skip
+    logits = torch.zeros(6, V)
+    logits[:, 1] = 9
+    for drafts in ([], [1], [1, 1], [1, 1, 1], [1, 1, 1, 1], [1, 1, 5], [5, 1]):
+        picker = Picker(params, [0], V, rule=rule)
+        tokens: list[int] = []
+        blocks = [drafts, drafts[len(drafts) :], []]
+        with pytest.raises(RequestError, match="position 2"):
+            for _ in range(4):
+                block = blocks.pop(0) if blocks else []
+                found = picker.verify(logits[: len(block) + 1], Drafted(block))
+                assert found.logprobs is not None and len(found.logprobs) == len(found.tokens)
+                tokens += found.tokens
+        assert tokens == list(picker.output) and len(tokens) == 2 and set(tokens) <= {1, 2}

@@ -21,14 +21,16 @@ class EngineArgs:
 
     kv_cache_memory_bytes: for all rows; None = what `max_num_seqs` requests of `max_model_len` tokens take, but at most
     2 GiB. When it is used up, the request that arrived last starts over later. enable_prefix_caching: reuse the rows of
-    equal beginnings. prefix_keep_pages: with prefill "full", keep every that many pages' border for reuse, not only the
-    last one of a prompt (0: only that).
+    equal beginnings. prefix_keep_pages: keep the windows of every that many pages' border for as long as those of a
+    prompt's end; others only while memory is free (0: all others).
 
-    prefill: "exact_tail" runs layers that only need a prompt's tail on its tail; equal to "full". "window_tail" runs
-    them on the last window alone, which is faster still and only approximately right; it turns prefix caching off.
+    prefill: "exact_tail" runs layers that only need a prompt's tail on its tail; equal to "full". A prompt can then
+    reuse a beginning that it shares with one other prompt as far as that ends before its own tail; from the third one
+    on, and with "full" at once, all of it. "window_tail" runs those layers on the last window alone, which is faster
+    still and only approximately right; it turns prefix caching off.
 
     deterministic: the same request gives the same bytes whatever runs beside it, at the price of padded and cut
-    products (`kernels.deterministic`). speculative: None = no drafts.
+    products (`kernels.deterministic`); SpikeWhale models run one token a forward. speculative: None = no drafts.
 
     Raises ConfigError for values that cannot be used."""
 
@@ -94,7 +96,7 @@ def page_counts(model: Any, args: EngineArgs, page_tokens: int, max_len: int) ->
     counts, least = {}, {}
     for cls, window in windows.items():
         if window is not None:
-            least[cls] = -(-(window - 1) // page_tokens) + 1
+            least[cls] = -(-window // page_tokens) + 1  # one row more than is read: see `Scheduler.commit`
             sequences = args.max_num_seqs * (3 if args.caches_prefixes else 1)
             counts[cls] = 1 + sequences * (least[cls] + 1) + -(-args.max_num_batched_tokens // page_tokens)
     smallest = sum(sizes[cls] * (1 + least.get(cls, 1)) for cls in windows)

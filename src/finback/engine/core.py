@@ -19,7 +19,7 @@ from finback.engine.args import EngineArgs, page_counts, page_tokens_for
 from finback.engine.drafters import Drafter, DraftRequest, make_drafter
 from finback.engine.prefix import PageKeys, PrefixCache
 from finback.engine.request import Delta, SamplingParams, SequenceState
-from finback.engine.runner import Runner, Work
+from finback.engine.runner import Runner, Work, tail_reach
 from finback.engine.running import Running
 from finback.engine.scheduler import Limits, Scheduler, Slot
 from finback.engine.stats import Stats
@@ -44,7 +44,7 @@ class Engine:
             model, [], 0, backend=args.backend, page_tokens=page_tokens, counts=counts, deterministic=args.deterministic
         )
         pages = self.runner.pages
-        self.cache = PrefixCache(pages) if args.caches_prefixes else None
+        self.cache = PrefixCache(pages, tail_reach(model)) if args.caches_prefixes else None
         limits = Limits(args.max_num_seqs, args.max_num_batched_tokens, args.prefix_keep_pages)
         self.scheduler = Scheduler(pages, self.cache, limits, args.prefill, self.stats)
         self.stats.pages_total = {cls: pool.usable for cls, pool in pages.pools.items()}

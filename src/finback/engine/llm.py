@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from finback import kernels
 from finback.base.runtime import ConfigError, RequestError, nearest
 from finback.engine.args import EngineArgs
 from finback.engine.core import Engine
-from finback.engine.request import Delta, RequestOutput, SamplingParams, SequenceState, SpeculativeConfig
+from finback.engine.request import Delta, RequestOutput, SamplingParams, SequenceState, SpeculativeConfig, check_text
 from finback.engine.runner import Runner, replay_slice
 from finback.engine.running import Running
 from finback.engine.scoring import Collector, check_splits
 from finback.engine.stats import Stats
 from finback.io.checkpoint import Checkpoint
+from finback.io.default import default_model
 from finback.io.images import validate_images
 from finback.io.load import load_model
 from finback.io.text import Tokenizer
@@ -32,10 +34,11 @@ FORWARD_TOKENS = 2048  # most tokens of one forward of `score`
 class LLM:
     """A model ready to use.
 
-    model: a checkpoint folder (config.json and safetensors in the released layout) or a hub id. device: "cpu",
-    "cuda", ... dtype: "float64", "float32", "bfloat16"; None follows the checkpoint. rounding: "released" rounds
-    activations and stored rows as the released kernels do, "off" rounds nothing; None = "released" for a quantised
-    checkpoint. backend: "auto" or "torch". progress: called with (bytes done, bytes in all) while loading.
+    model: a checkpoint folder (config.json and safetensors in the released layout) or a hub id; None = the small
+    trained model of the package finback-mini. device: "cpu", "cuda", ... dtype: "float64", "float32", "bfloat16";
+    None follows the checkpoint. rounding: "released" rounds activations and stored rows as the released kernels do,
+    "off" rounds nothing; None = "released" for a quantised checkpoint. backend: "auto" or "torch". progress: called
+    with (bytes done, bytes in all) while loading.
 
     draft: "auto" speculates with the model's own draft layers where it has some, "ngram" with repetitions in the text
     (any model), "model" insists on draft layers, None not at all; or a `SpeculativeConfig`. limits: the fields
@@ -46,7 +49,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | None = None,
         *,
         device: str = "cpu",
         dtype: str | None = None,
@@ -67,7 +70,7 @@ class LLM:
         if tensor_parallel_size != 1:
             raise ConfigError(f"tensor_parallel_size {tensor_parallel_size}: this build runs on one device; use 1")
         self.prefill, self.draft = prefill, draft
-        checkpoint = Checkpoint.open(model)
+        checkpoint = Checkpoint.open(default_model() if model is None else model)
         self.model = load_model(
             checkpoint, device=check_device(device), dtype=dtype, rounding=rounding, progress=progress
         )
@@ -132,6 +135,8 @@ class LLM:
         lengths = [len(s.tokens) for s in states]
         chunk = max((n for step in steps for n in step), default=1)
         runner = Runner(self.model, lengths, chunk, backend=self.backend, deterministic=self.args.deterministic)
+        if runner.one_by_one:
+            steps = [[int(i == j) for j in range(len(states))] for i, n in enumerate(lengths) for _ in range(n)]
         slots = [runner.open(state) for state in states]
         collector = Collector(len(states))
         for step in steps:
@@ -203,14 +208,19 @@ class LLM:
         then the text without control tokens. Raises RequestError for a checkpoint without tokenizer."""
         if self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json: give token ids instead of text")
+        check_text(text, "the prompt")
         return self.tokenizer.encode(text, add_bos=self.tokenizer.bos_id is not None)
 
     def _start(self, prompts: Any, sampling: SamplingParams | Sequence[SamplingParams] | None) -> list[Running]:
         if isinstance(prompts, Tensor):
             prompts = prompts.tolist()
-        if not isinstance(prompts, Sequence) or isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        single = not isinstance(prompts, Sequence) or isinstance(prompts, str)
+        if single or (prompts and isinstance(prompts[0], Integral)):
             prompts = [prompts]
-        params = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        given = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        params = [SamplingParams() if p is None else p for p in given]
+        if wrong := next((p for p in params if not isinstance(p, SamplingParams)), None):
+            raise RequestError(f"sampling is {wrong!r}; give SamplingParams, or a list with one for each prompt")
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(params)} SamplingParams; give one for all or one each")
         states = [self.prompt(prompt) for prompt in prompts]
@@ -234,7 +244,7 @@ class LLM:
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):
             prompt = self.encode(prompt)
-        if not isinstance(prompt, Sequence | Tensor):
+        if not isinstance(prompt, Sequence | Tensor) or isinstance(prompt, bytes | bytearray):
             raise RequestError(
                 f"a prompt is {type(prompt).__name__}; give a string, token ids or {{'prompt_token_ids': [...]}}"
             )
@@ -251,6 +261,8 @@ class LLM:
             raise RequestError(
                 f"token id {bad[1]} at position {bad[0]} is outside the vocabulary: 0..{self.model.vocab_size - 1}"
             )
+        if images is not None and not isinstance(images, Sequence):
+            raise RequestError(f"images is {type(images).__name__}; give a list of (start, patches, grid_h, grid_w)")
         if not images:
             return SequenceState(ids)
         facts = self.model.image_facts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,8 +89,8 @@ class SamplingParams:
         check(_is_number(self.top_p) and 0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
         check(_is_int(self.top_k) and self.top_k >= -1, "top_k", "an integer >= 0 (0 or -1: no limit)")
         check(_is_number(self.min_p) and 0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]")
-        ok = _is_number(self.repetition_penalty) and 0.0 < self.repetition_penalty < float("inf")
-        check(ok, "repetition_penalty", "a finite number > 0 (1: none)")
+        ok = _is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100
+        check(ok, "repetition_penalty", "in [0.01, 100] (1: none)")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             check(_is_number(value) and -2.0 <= value <= 2.0, name, "in [-2, 2]")
@@ -100,12 +101,18 @@ class SamplingParams:
 
     def _check_lists(self) -> None:
         """Check what holds several values, and keep them as tuples."""
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, ())
         strings = [self.stop] if isinstance(self.stop, str) else self.stop
         ok = isinstance(strings, Sequence) and all(isinstance(s, str) and s for s in strings)
         self._check(ok, "stop", "one or more non-empty strings")
         words = [self.bad_words] if isinstance(self.bad_words, str) else self.bad_words
         ok = isinstance(words, Sequence) and all(_is_word(w) for w in words)
         self._check(ok, "bad_words", "non-empty strings or non-empty lists of token ids")
+        for word in words:
+            if isinstance(word, str):
+                check_text(word, "bad_words")
         self._check(_are_ids(self.stop_token_ids), "stop_token_ids", "a list of token ids")
         allowed = self.allowed_token_ids
         self._check(allowed is None or (_are_ids(allowed) and len(allowed) > 0), "allowed_token_ids", "None or ids")
@@ -129,7 +136,15 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """A float, or an integer that a float can hold."""
+    return isinstance(value, float) or (_is_int(value) and abs(value) <= sys.float_info.max)  # type: ignore[arg-type]
+
+
+def check_text(text: str, what: str) -> None:
+    """RequestError for text with half a surrogate pair, which no encoding can hold (JSON's "\\ud83d" alone)."""
+    at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+    if at is not None:
+        raise RequestError(f"{what} has {text[at]!r} at place {at}, half of a surrogate pair; send whole characters")
 
 
 def _are_ids(value: object) -> bool:
@@ -226,13 +241,16 @@ class RequestOutput:
 @dataclass(frozen=True)
 class Delta:
     """What one step added to a request: the text that became certain, and the ids (several where drafts were accepted,
-    with one entry of `logprobs` each where they are wanted)."""
+    with one entry of `logprobs` each where they are wanted). stop: the stop string that ended it, None for any other
+    end. cached_tokens: of the whole request, see RequestOutput."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: FinbackError | None = None
+    stop: str | None = None
+    cached_tokens: int = 0
 
 
 @dataclass

@@ -18,6 +18,7 @@ from finback.engine.drafters import Drafter
 from finback.engine.request import SequenceState
 from finback.engine.scheduler import Slot as Slot
 from finback.engine.verify import Drafted
+from finback.models.spikewhale.model import SpikeWhale
 from finback.nn.rows import Chunk, ForwardBatch, PagedRows, RowGroup, page_class
 from finback.nn.tape import Tape
 
@@ -48,7 +49,8 @@ class Runner:
     """One model with one paged row store.
 
     lengths: most tokens of each sequence that will be held at once; chunk: most tokens a forward adds to one of them.
-    counts: pages by class instead, the hole included. deterministic: see `kernels.deterministic`.
+    counts: pages by class instead, the hole included. deterministic: see `kernels.deterministic`. one_by_one: every
+    token runs in a forward of its own, for `deterministic` in a family that has products which it does not reach.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Runner:
         deterministic: bool = False,
     ):
         self.model, self.backend, self.deterministic = model, backend, deterministic
+        self.one_by_one = deterministic and isinstance(model, SpikeWhale)  # dense attention, double-precision hashes
         groups = model.row_groups()
         page_tokens = page_tokens or default_page_tokens(groups)
         windows = page_windows(groups)
@@ -106,40 +109,51 @@ class Runner:
         """Run `work`, whose pages are there, and return the wanted logits [n, V], float32 (float64), in its order.
         Nothing counts as computed yet. Raises NonFiniteError where selecting rows met NaN."""
         with self.settings():
-            batch = self.batch(work, tape)
-            view = self.store.view(batch)
-            result = self.model.backbone(batch, view) if hasattr(self.model, "backbone") else self.model(batch, view)
-            hidden = result if isinstance(result, Tensor) else result.hidden
-            if self.drafter is not None:
-                self.drafter.observe(result, view)
+            if self.one_by_one:
+                found = [self._run(self.batch([w], tape, at)) for w in work for at in range(w.size)]
+                hidden, counts = torch.cat(found), [w.size for w in work]
+            else:
+                batch = self.batch(work, tape)
+                hidden = self._run(batch)
+                counts = returned_rows(batch, len(hidden))
             rows, end = [], 0
-            for w, count in zip(work, returned_rows(batch, len(hidden)), strict=True):
+            for w, count in zip(work, counts, strict=True):
                 end += count
                 rows += range(end - w.wanted, end)
             if not rows:
                 return hidden.new_empty(0, self.model.vocab_size)
-            return self.model.logits(hidden if len(rows) == len(hidden) else hidden[batch.tensor(rows)])
+            if len(rows) != len(hidden):
+                hidden = hidden[torch.tensor(rows).to(self.device)]
+            return self.model.logits(hidden)
+
+    def _run(self, batch: ForwardBatch) -> Tensor:
+        """One forward, shown to the drafter: hidden states."""
+        view = self.store.view(batch)
+        result = self.model.backbone(batch, view) if hasattr(self.model, "backbone") else self.model(batch, view)
+        if self.drafter is not None:
+            self.drafter.observe(result, view)
+        return result if isinstance(result, Tensor) else result.hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, D] -> [n, V] float32 (float64)."""
         with self.settings():
             return self.model.logits(hidden)
 
-    def batch(self, work: Sequence[Work], tape: Tape | None = None) -> ForwardBatch:
-        """The packed tokens of `work`."""
+    def batch(self, work: Sequence[Work], tape: Tape | None = None, only: int | None = None) -> ForwardBatch:
+        """The packed tokens of `work`, or just the one of each at offset `only`."""
         chunks, inserted, offset = [], [], 0
         for w in work:
             slot, state, start = w.slot, w.slot.state, w.slot.state.computed
             self.pages.check_writable(slot.table, start, start + w.size)
-            ids = state.tokens[start : start + w.count]
-            if w.drafts:
-                ids += w.drafts
-            types = state.types_of(start, w.size)
+            ids = [*state.tokens[start : start + w.count], *w.drafts]
             context = state.context(start, self.model.lookback)
+            if only is not None:
+                context, ids, start = [*context, *ids[:only]], ids[only : only + 1], start + only
+            types = state.types_of(start, len(ids))
             chunks.append(Chunk(ids, start, context, types, slot.table.pages, slot.exact_from))
             if state.images:
-                inserted += self._image_rows(slot, start, w.count, offset)
-            offset += w.size
+                inserted += self._image_rows(slot, start, len(ids), offset)
+            offset += len(ids)
         rows = None
         if inserted:
             index = torch.cat([torch.arange(at, at + len(part)) for at, part in inserted]).to(self.device)
@@ -196,6 +210,18 @@ def returned_rows(batch: ForwardBatch, returned: int) -> list[int]:
     counts = [max(0, end - max(c.start, c.exact_from)) for c, end in ends]
     assert sum(counts) == returned, (counts, returned)
     return counts
+
+
+def tail_reach(model: Any) -> int:
+    """How far before the first wanted output (`Chunk.exact_from`) a prompt's tail can begin: from that position on a
+    forward reads no row of an earlier position that layers running on tails alone leave out.
+
+    A family that leaves nothing out, or does not say what, gets a bound that holds for any: each layer's windowed rows
+    reach back one window less one position."""
+    if not hasattr(model, "needed_from"):
+        return sum(len(g.layers) * (g.window - 1) for g in model.row_groups() if g.window is not None)
+    end = model.max_positions
+    return end - model.needed_from(model.last_source, ForwardBatch([Chunk([0], exact_from=end)]))[0]
 
 
 def page_windows(groups: Sequence[RowGroup]) -> dict[str, int | None]:

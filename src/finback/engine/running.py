@@ -58,13 +58,16 @@ class Running:
                 break
         if out.finish_reason is not None and self._text is not None:
             text += self._stops.push(self._text.finish()) + self._stops.finish()
+            if self._stops.matched is not None:  # what `finish` gave out may have completed it
+                out.finish_reason = "stop"
         out.token_ids += taken
         out.text += text
         logprobs = None
         if out.logprobs is not None and verified.logprobs is not None:
             logprobs = tuple(verified.logprobs[: len(taken)])
             out.logprobs += logprobs
-        return Delta(text, tuple(taken), out.finish_reason, logprobs)
+        cached = self.slot.cached_tokens or 0
+        return Delta(text, tuple(taken), out.finish_reason, logprobs, stop=self._stops.matched, cached_tokens=cached)
 
     def fail(self, error: FinbackError) -> Delta:
         """End the request with an error."""

@@ -48,7 +48,7 @@ def distribution(lines: Tensor, params: SamplingParams) -> Tensor:
         border = probs.topk(params.top_k, dim=-1).values[..., -1:]
         probs = probs.masked_fill(probs < border, 0)
     if params.top_p < 1:
-        probs = probs.masked_fill(probs < _top_p_border(probs, params.top_p), 0)
+        probs = probs.masked_fill(probs < _top_p_border(probs, max(params.top_p, GREEDY_BELOW)), 0)
     return probs / probs.sum(-1, keepdim=True)
 
 

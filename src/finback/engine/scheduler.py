@@ -9,6 +9,7 @@ later ("preemption by recompute"). The earliest sequence is never the victim, so
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +25,8 @@ class Slot:
 
     arrival: its place in the queue. keys: of its pages, for the prefix cache. most_drafts: drafts that it can use now.
     exact_from: first position whose output is wanted. cached_tokens, miss: prefix found in the cache at its first
-    admission (None: not admitted yet), and why not. borders: page borders ahead that are worth keeping in the cache,
-    ascending. image_rows: the embedding rows of its images once computed, opaque here.
+    admission (None: not admitted yet), and why not. borders: page borders ahead to keep in the cache, ascending, and
+    whether they are spare (prefix.py). image_rows: the embedding rows of its images once computed, opaque here.
     """
 
     state: SequenceState
@@ -34,7 +35,7 @@ class Slot:
     keys: PageKeys | None = None
     most_drafts: int = 0
     exact_from: int = 0
-    borders: list[int] = field(default_factory=list)
+    borders: list[tuple[int, bool]] = field(default_factory=list)
     cached_tokens: int | None = None
     miss: str | None = None
     preemptions: int = 0
@@ -49,7 +50,7 @@ class Slot:
 @dataclass(frozen=True)
 class Limits:
     """max_num_seqs: sequences in one forward. max_num_batched_tokens: tokens in one forward, drafts included.
-    keep_every: with a full prefill, also keep the borders of that many pages for the prefix cache (0: none)."""
+    keep_every: keep the windows of every that many pages' border as those of a prompt's end are (0: of none)."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -97,10 +98,11 @@ class Scheduler:
         and let the cache keep the borders that were passed."""
         slot.state.computed = computed
         self.pages.truncate(slot.table, computed)
-        while slot.borders and slot.borders[0] <= computed:
-            self._keep(slot, slot.borders.pop(0))
-        # The window of the last page border stays until the next one is passed, so that the cache can have it.
-        self.pages.recycle(slot.table, self._floor(computed))
+        while slot.borders and slot.borders[0][0] <= computed:
+            self._keep(slot, *slot.borders.pop(0))
+        # The window of the last page border stays until the next one is passed, so that the cache can have it; and one
+        # row more, since draft layers look back a whole window from the last computed token.
+        self.pages.recycle(slot.table, self._floor(computed) - 1)
 
     def finish(self, slot: Slot, *, keep: bool = True) -> None:
         """The sequence is over, wherever it was. keep: its rows may serve others."""
@@ -117,9 +119,10 @@ class Scheduler:
     def _floor(self, length: int) -> int:
         return length // self.pages.page_tokens * self.pages.page_tokens
 
-    def _keep(self, slot: Slot, border: int) -> None:
+    def _keep(self, slot: Slot, border: int, spare: bool = False) -> None:
         if self.cache is not None and slot.keys is not None:
-            self.cache.insert(slot.keys.first(border // self.pages.page_tokens), slot.table, slot.exact_from)
+            keys = slot.keys.first(border // self.pages.page_tokens)
+            self.cache.insert(keys, slot.table, slot.exact_from, spare=spare)
 
     def _room(self, slot: Slot) -> int:
         """Most tokens that the sequence's next forward can have pages for."""
@@ -171,7 +174,8 @@ class Scheduler:
         """Take over a cached prefix; returns the border worth keeping because another sequence branches off there."""
         if self.cache is None or slot.keys is None:
             return 0
-        match = self.cache.match(slot.keys.first((total - 1) // self.pages.page_tokens), slot.table)
+        wanted = 0 if self.prefill == "full" else self._floor(total - 1)
+        match = self.cache.match(slot.keys.first((total - 1) // self.pages.page_tokens), slot.table, wanted)
         slot.state.computed, slot.miss = match.length, match.reason
         return match.branch
 
@@ -188,11 +192,13 @@ class Scheduler:
             slot.exact_from = 0 if self.prefill == "full" else total - 1
             return
         size, hit = self.pages.page_tokens, slot.state.computed
-        borders = {self._floor(total - 1), branch}
-        if self.prefill == "full" and self.limits.keep_every:
-            borders.update(range(0, total, self.limits.keep_every * size))
-        slot.borders = sorted(border for border in borders if border > hit)
-        slot.exact_from = 0 if self.prefill == "full" else min([total - 1, *slot.borders])
+        exact = {border for border in (self._floor(total - 1), branch) if border > hit}
+        slot.exact_from = 0 if self.prefill == "full" else min([total - 1, *exact])
+        if self.limits.keep_every:
+            exact.update(range(0, total, self.limits.keep_every * size))
+        spare = {page * size for page in _spaced(total // size)} - exact
+        borders = [*((border, False) for border in exact), *((border, True) for border in spare)]
+        slot.borders = sorted(pair for pair in borders if pair[0] > hit)
 
 
 class _Step:
@@ -209,6 +215,14 @@ class _Step:
 
     def drop(self, slot: Slot) -> None:
         self.spare += self.work.pop(slot, 0)
+
+
+def _spaced(count: int) -> Iterator[int]:
+    """Numbers up to `count` such that at least fifteen sixteenths of any of them lie below one of these."""
+    page = 1
+    while page <= count:
+        yield page
+        page += 1 << max(0, page.bit_length() - 5)
 
 
 def _arrival(slot: Slot) -> int:

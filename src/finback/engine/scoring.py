@@ -15,7 +15,11 @@ def check_splits(splits: Sequence[Sequence[int]] | None, lengths: Sequence[int],
     """Steps of new tokens per sequence: steps[i][s]. None cuts every sequence into chunks of at most `chunk`."""
     if splits is None:
         splits = [[min(chunk, n - at) for at in range(0, n, chunk)] for n in lengths]
+    if len(splits) != len(lengths):
+        raise RequestError(f"splits has {len(splits)} lists for {len(lengths)} sequences; give one for each")
     for i, (parts, n) in enumerate(zip(splits, lengths, strict=True)):
+        if not isinstance(parts, Sequence) or not all(type(p) is int for p in parts):
+            raise RequestError(f"splits of sequence {i} are {parts!r}; give a list of integers")
         if any(p < 0 for p in parts) or sum(parts) != n:
             raise RequestError(
                 f"splits {list(parts)} add up to {sum(parts)}, but sequence {i} has {n} tokens; give lengths that add "

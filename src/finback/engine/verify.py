@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from finback.base.runtime import FinbackError, NonFiniteError
+from finback.base.runtime import FinbackError, NonFiniteError, RequestError
 from finback.engine import sampler
 from finback.engine.constraints import Constraint, Grammars
 from finback.engine.logits import Processors, bad_word_ids
@@ -141,12 +141,16 @@ class Picker:
     def _match(
         self, logits: Tensor, drafts: Sequence[int], kept: list[Tensor] | None, picks: list[int] | None
     ) -> list[int]:
-        tokens = []
-        for i, token in enumerate(self._picks(logits, kept) if picks is None else picks):
-            self._processors.push(token)
-            tokens.append(token)
-            if i == len(drafts) or token != drafts[i] or token in self._ends:
-                break
+        tokens: list[int] = []
+        try:
+            for i, token in enumerate(self._picks(logits, kept) if picks is None else picks):
+                self._processors.push(token)
+                tokens.append(token)
+                if i == len(drafts) or token != drafts[i] or token in self._ends:
+                    break
+        except RequestError:  # no token may follow: plain decoding gives those before it, and fails at the next step
+            if not tokens:
+                raise
         return tokens
 
     def _picks(self, logits: Tensor, kept: list[Tensor] | None) -> Iterator[int]:
@@ -169,7 +173,7 @@ class Picker:
 
     def _reject(self, logits: Tensor, drafts: list[int], probs: Tensor | None, kept: list[Tensor] | None) -> list[int]:
         start = len(self.output)
-        p, drafts = self._targets(logits, drafts)
+        p, drafts, open_end = self._targets(logits, drafts)
         count = len(drafts)
         ids = torch.tensor(drafts, dtype=torch.int64, device=p.device)
         q = F.one_hot(ids, p.shape[1]).double() if probs is None else probs[:count].to(p.device)
@@ -177,7 +181,7 @@ class Picker:
         u = sampler.uniform(keys, torch.zeros_like(keys))
         accepted, rest = self._judge(p.unsqueeze(0), q.unsqueeze(0), ids.unsqueeze(0), u.unsqueeze(0))
         tokens = drafts[: int(accepted)]
-        if not tokens or tokens[-1] not in self._ends:
+        if len(tokens) < count or open_end:
             tokens += sampler.race(rest, key_tensor([draw_key(self.seed, TOKEN, start, len(tokens))])).tolist()
         for token in tokens:
             self._processors.push(token)
@@ -185,26 +189,28 @@ class Picker:
             kept += p[: len(tokens)].log()
         return tokens
 
-    def _targets(self, logits: Tensor, drafts: list[int]) -> tuple[Tensor, list[int]]:
-        """p [k' + 1, V], and the k' first drafts: those up to one that cannot be accepted or that ends the output,
-        after which nothing can follow (the last row is then not used)."""
-        start, rows = len(self.output), []
-        if not self._processors:
-            rows = list(distribution(logits, self.params))
-        count = len(drafts)
-        for i, draft in enumerate(drafts):
-            if self._processors:
-                rows.append(distribution(self._processors.line(logits[i]), self.params))
-            if draft in self._ends or float(rows[i][draft]) == 0:
-                count = i + 1
-                rows.append(rows[i])
+    def _targets(self, logits: Tensor, drafts: list[int]) -> tuple[Tensor, list[int], bool]:
+        """p [k' + 1, V], the k' first drafts, and whether a token can follow them. They go up to one that cannot be
+        accepted, that ends the output, or after which the settings leave no token; then the last row is not used."""
+        start, rows, count = len(self.output), [], len(drafts)
+        plain = None if self._processors else distribution(logits, self.params)
+        for i in range(len(logits)):
+            try:
+                rows.append(distribution(self._processors.line(logits[i]), self.params) if plain is None else plain[i])
+            except RequestError:
+                if not i:
+                    raise
+                count = i
                 break
-            self._processors.push(draft)
-        else:
-            if self._processors:
-                rows.append(distribution(self._processors.line(logits[-1]), self.params))
+            if i == len(drafts):
+                break
+            if drafts[i] in self._ends or float(rows[i][drafts[i]]) == 0:
+                count = i + 1
+                break
+            self._processors.push(drafts[i])
         self._processors.pop(len(self.output) - start)
-        return torch.stack(rows[: count + 1]), drafts[:count]
+        open_end = len(rows) > count
+        return torch.stack(rows if open_end else [*rows, rows[-1]]), drafts[:count], open_end
 
 
 def verify_batch(work: Sequence[tuple[Picker, Drafted | None]], logits: Tensor) -> list[Verified | FinbackError]:
