@@ -35,6 +35,60 @@ def test_masked_form_equals_the_sparse_one(rng: torch.Generator, tokens: int, wi
         assert torch.allclose(sparse, dense, atol=1e-9, rtol=0)
 
 
+def packed_scopes(lengths: list[int], width: int, window: int, ratio: int):
+    """Sequences one after another: a window of raw rows, and every finished group of `ratio` tokens."""
+    near, far, raw, groups = [], [], 0, 0
+    columns = max(lengths) // ratio
+    for length in lengths:
+        place = torch.arange(length).unsqueeze(1)
+        back = place + torch.arange(1 - window, 1)
+        near.append(torch.where(back < 0, -1, back + raw))
+        group = torch.arange(columns).expand(length, -1)
+        far.append(torch.where(group < (place + 1) // ratio, group + groups, -1))
+        raw, groups = raw + length, groups + length // ratio
+    tables = [torch.randn(n, width, dtype=torch.float64, requires_grad=True) for n in (raw, groups)]
+    return list(zip(tables, (torch.cat(near), torch.cat(far)), strict=True))
+
+
+@pytest.mark.parametrize(("fused", "dtype", "bound"), [
+    (False, torch.float64, 1e-9), (True, torch.float64, 1e-9), (True, torch.bfloat16, 2**-5)
+])  # fmt: skip
+def test_runs_of_unequal_ranges(monkeypatch: pytest.MonkeyPatch, fused: bool, dtype: torch.dtype, bound: float):
+    """Runs that see little are computed apart from those that see much, and each token gets its own result back: also
+    by fused attention, which a CPU has too, with its filled-up widths and masks. bf16 products are within 2^-5 of the
+    largest value of each gradient."""
+    monkeypatch.setattr(training, "has_fused_attention", lambda q: fused)
+    scopes = packed_scopes([700, 30, 330], 6, 40, 2)
+    q = torch.randn(1060, 2, 6, dtype=torch.float64, requires_grad=True)
+    sink = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    assert len(training.layout_of(scopes).buckets) > 2
+    leaves, results = [q, sink, *(rows for rows, _ in scopes)], []
+    up = torch.randn(1060, 2, 6, dtype=torch.float64)
+    for form, kind in ((attention.sparse_attention, torch.float64), (training.masked_attention, dtype)):
+        y = form(q.to(kind), [(rows.to(kind), index) for rows, index in scopes], sink, 0.4)
+        results.append([y, *torch.autograd.grad(y, leaves, up.to(kind))])
+    for sparse, dense in zip(*results, strict=True):
+        assert (sparse - dense).abs().max() <= bound * sparse.abs().max()
+
+
+def test_picks_that_layers_share_are_sorted_and_masked_once():
+    """Sorting them makes the host wait for a GPU, and masks are as large as scores: not in every layer, and not again
+    for another type or window. What no layer uses any more is let go."""
+    scopes = packed_scopes([300], 6, 40, 2)
+    first = training.layout_of(scopes)
+    again = training.layout_of([(rows + 1, index) for rows, index in scopes])
+    q = torch.randn(300, 2, 6, dtype=torch.float64, requires_grad=True)
+    training.masked_attention(q, scopes, None, 1.0)
+    masks = dict(first.masks)
+    training.masked_attention(q, scopes, None, 1.0)
+    assert again is first and masks and all(first.masks[key] is mask for key, mask in masks.items())
+    other = [(rows, index.clone()) for rows, index in scopes[:1]] + scopes[1:]
+    assert training.layout_of(other) is not first
+    before = len(training._layouts)
+    del scopes, other
+    assert len(training._layouts) < before
+
+
 def test_a_scope_without_columns(rng: torch.Generator):
     """A sequence that is shorter than a compression group has no compressed row to pick: an index of width 0."""
     q = torch.randn(3, 2, 6, dtype=torch.float64, generator=rng, requires_grad=True)

@@ -266,3 +266,16 @@ def test_gradients_pass_through_batch_rows() -> None:
     index = view.window("window")
     (table[index.clamp(min=0)] * (index >= 0).unsqueeze(2)).sum().backward()
     assert rows.grad is not None and rows.grad[:, 0].tolist() == [3, 2, 1, 2, 1]
+
+
+def test_an_index_is_located_once():
+    """What kernels prepare for an index lives as long as the tensor does: a layer that runs again has to get the same
+    one, and other rows another."""
+    groups = [RowGroup("window", (0,), 4, window=4), RowGroup("pair", (0,), 4, stride=2)]
+    view = BatchRows(groups).view(ForwardBatch([Chunk([1, 2, 3]), Chunk([4, 5, 6, 7])]))
+    rows, seq = torch.tensor([[0, -1]] * 7), view.batch.seq
+    first = view.locate("pair", seq.unsqueeze(1), rows)
+    assert first.tolist() == [[0, -1]] * 3 + [[1, -1]] * 4
+    assert view.locate("pair", seq.unsqueeze(1), rows) is first
+    assert view.locate("window", seq.unsqueeze(1), rows).tolist() == [[0, -1]] * 3 + [[3, -1]] * 4
+    assert view.locate("pair", seq.unsqueeze(1), rows.clone()) is not first

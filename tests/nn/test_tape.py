@@ -44,6 +44,14 @@ def test_replayed_choices_are_used_and_recorded() -> None:
     assert tape.seen["layer0.selected"] is PICK and tape.seen["layer1.selected"].equal(PICK + 1)
 
 
+def test_a_layer_that_runs_again_decides_nothing_anew() -> None:
+    """A recomputed block that scored its rows again would do all that work twice, and could break ties differently from
+    what its gradients belong to."""
+    tape = Tape(once=True)
+    assert tape.choose("layer0.selected", lambda: PICK) is PICK
+    assert tape.choose("layer0.selected", never) is PICK
+
+
 def test_a_record_is_a_replay() -> None:
     """What one forward saw can be given to the next as it is."""
     first = Tape(record=True)

@@ -9,16 +9,21 @@ experts, K experts per token, M residual copies, V vocabulary; see docs/glossary
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import lru_cache
+from types import ModuleType
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, cuda, float64, is_grad_enabled
 from torch import dtype as DType
 
 from finback.base.runtime import KernelUnavailable, nearest
 from finback.kernels.torch import attention as _attention
 from finback.kernels.torch import dense_attention as _dense
 from finback.kernels.torch import fixed as _fixed
+from finback.kernels.torch import grouped as _grouped
 from finback.kernels.torch import matmul as _matmul
 from finback.kernels.torch import moe as _moe
 from finback.kernels.torch import quant as _quant
@@ -26,7 +31,9 @@ from finback.kernels.torch import stream as _stream
 from finback.kernels.torch import training as _training
 from finback.kernels.torch.attention import accumulator as accumulator
 from finback.kernels.torch.attention import cast as cast
+from finback.kernels.torch.grouped import Groups as Groups
 from finback.kernels.torch.matmul import PackedWeight as PackedWeight
+from finback.kernels.torch.training import FUSED_ATTENTION as FUSED_ATTENTION
 
 BACKENDS = ("auto", "torch")
 _backend: ContextVar[str] = ContextVar("finback_backend", default="auto")
@@ -71,8 +78,32 @@ def is_deterministic() -> bool:
 
 
 def explain() -> dict[str, str]:
-    """Operation name -> backend that runs it here."""
-    return dict.fromkeys(sorted(OPERATIONS), "torch")
+    """Operation name -> backend that runs it here; "triton" where it does so in training on a GPU."""
+    found = dict.fromkeys(sorted(OPERATIONS), "torch")
+    if _backend.get() != "torch" and cuda.is_available() and _triton("hyper") is not None:
+        found |= dict.fromkeys(FUSED, "triton")
+    return found
+
+
+@lru_cache
+def _triton(name: str) -> ModuleType | None:
+    """A module of fused twins, None without triton (torch for CPUs comes without it)."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module(f"finback.kernels.triton.{name}")
+
+
+def _fused(x: Tensor, module: str) -> ModuleType | None:
+    """The fused twins of that module if they are to be used for x: training on a GPU."""
+    if not (x.is_cuda and is_grad_enabled()) or x.dtype == float64 or _backend.get() == "torch":
+        return None
+    return None if is_deterministic() else _triton(module)
+
+
+def _fused_streams(streams: Tensor) -> ModuleType | None:
+    """Those of hyper-connections, for residual copies or matrices [T, M, ...]."""
+    copies = streams.shape[1]
+    return None if copies & (copies - 1) else _fused(streams, "hyper")
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -103,9 +134,9 @@ def sparse_attention(
     """
     if released_columns is None and is_grad_enabled() and len(q):
         if q.requires_grad or any(rows.requires_grad for rows, _ in scopes):
-            found = _training.ranges(scopes)
-            if _training.dense_pays(q, scopes, found):
-                return _training.masked_attention(q, scopes, sink, scale, value_width=value_width, found=found)
+            layout = _training.layout_of(scopes)
+            if _training.dense_pays(q, scopes, layout):
+                return _training.masked_attention(q, scopes, sink, scale, value_width=value_width, layout=layout)
     return _attention.sparse_attention(
         q, scopes, sink, scale, value_width=value_width, released_columns=released_columns
     )
@@ -143,6 +174,17 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     Per-head scores are never stored for more than one block of tokens.
     """
     return _attention.index_scores(q, weights, keys)
+
+
+def index_scores_of_sequences(
+    q: Tensor, weights: Tensor, keys: Sequence[Tensor], lengths: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`index_scores` of B packed sequences, each against its own keys [n, h], several sequences at a time.
+
+    q: [T, H, h], weights: [T, H]; lengths: B ints, tokens of each sequence (sum T). Yields (tokens [m] int64, scores
+    [m, most keys]); what stands in a line after its sequence's own keys means nothing.
+    """
+    return _training.index_scores_of_sequences(q, weights, keys, lengths)
 
 
 def index_scores_at(q: Tensor, weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
@@ -225,32 +267,39 @@ def rotate_halves(x: Tensor, turns: Tensor) -> Tensor:
     return _stream.rotate_halves(x, turns)
 
 
+def widen_streams(streams: Tensor) -> Tensor:
+    """Residual copies [T, M, D] in the type that `hc_mixes`, `hc_collapse` and `hc_expand` take: the accumulation type,
+    or as they are where those compute in it inside and what they write is rounded once."""
+    return streams if _fused_streams(streams) is not None else cast(streams, accumulator(streams.dtype))
+
+
 def hc_mixes(
     streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, *, iterations: int, norm_eps: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Coefficients of a hyper-connection from the residual copies themselves.
 
-    streams: [T, M, D] float32/64; fn: [(2 + M) M, M D]; scale: [3] (pre, post, comb); base: [(2 + M) M].
+    streams: [T, M, D] of `widen_streams`; fn: [(2 + M) M, M D]; scale: [3] (pre, post, comb); base: [(2 + M) M].
     One RMS statistic over all M D values of a token. mixes = (fn . flat(streams)) / rms, then with z = mix * scale +
     base: pre [T, M] = sigmoid(z) + eps; post [T, M] = 2 sigmoid(z); comb [T, M, M] = sinkhorn(z), rows = source copy.
     """
-    return _stream.hc_mixes(streams, fn, scale, base, iterations=iterations, norm_eps=norm_eps, eps=eps)
+    twin = _fused_streams(streams) or _stream
+    return twin.hc_mixes(streams, fn, scale, base, iterations=iterations, norm_eps=norm_eps, eps=eps)
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """Doubly stochastic matrices [T, M, M]: row softmax + eps, column normalisation, then `iterations` - 1 times rows
     and columns; every divisor but the softmax's has eps added."""
-    return _stream.sinkhorn(logits, iterations, eps)
+    return (_fused_streams(logits) or _stream).sinkhorn(logits, iterations, eps)
 
 
 def hc_collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """Sublayer input: sum over copies of pre * stream. [T, M, D], [T, M] -> [T, D]."""
-    return _stream.hc_collapse(streams, pre)
+    return (_fused_streams(streams) or _stream).hc_collapse(streams, pre)
 
 
 def hc_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """New copies: out[k] = post[k] y + sum_i comb[i, k] streams[i]. y: [T, D] -> [T, M, D]."""
-    return _stream.hc_expand(y, streams, post, comb)
+    return (_fused_streams(streams) or _stream).hc_expand(y, streams, post, comb)
 
 
 def engram_gate(streams: Tensor, key: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -281,6 +330,11 @@ def swiglu(gate_up: Tensor, limit: float = 0.0) -> Tensor:
     return _moe.swiglu(gate_up, limit)
 
 
+def weighed_swiglu(gate_up: Tensor, weights: Tensor | None, limit: float = 0.0) -> Tensor:
+    """`swiglu` of gate_up [n, 2I] in float32 (float64), times weights [n, 1] where given, rounded once to its dtype."""
+    return (_fused(gate_up, "gated") or _moe).weighed_swiglu(gate_up, weights, limit)
+
+
 def for_each_expert(
     x: Tensor, weights: Tensor, experts: Tensor, run: Callable[[int, Tensor, Tensor], Tensor], out: Tensor
 ) -> Tensor:
@@ -289,6 +343,36 @@ def for_each_expert(
     x: [T, D]; weights, experts: [T, K]; out: [T, D] accumulator. Each token's sum has the same order in every batch.
     """
     return _moe.for_each_expert(x, weights, experts, run, out)
+
+
+def group_rows(experts: Tensor, stack: Tensor) -> Groups:
+    """How the rows of T tokens are sorted by expert, for products with `stack` [E, n, k]. experts: [T, K] int64.
+
+    P rows in all: T K, and on a GPU some padding. Training's form of `for_each_expert`: no loop over experts, and on a
+    GPU no wait for the host.
+    """
+    padded = _grouped.has_grouped_products(stack.device, stack.dtype)
+    return _grouped.group_rows(experts, len(stack), padded)
+
+
+def spread_rows(x: Tensor, groups: Groups) -> Tensor:
+    """[T, k] -> [P, k]: each token's values in the rows of its experts."""
+    return _grouped.spread_rows(x, groups)
+
+
+def spread_weights(weights: Tensor, groups: Groups) -> Tensor:
+    """Routing weights [T, K] -> [P, 1], 0 in padding, where something has to be multiplied by them."""
+    return _grouped.spread_weights(weights, groups)
+
+
+def grouped_linear(x: Tensor, stack: Tensor, groups: Groups) -> Tensor:
+    """Rows [P, k] times their expert's matrix: stack [E, n, k] -> [P, n]."""
+    return _grouped.grouped_linear(x, stack, groups)
+
+
+def collect_rows(y: Tensor, groups: Groups, out: Tensor) -> Tensor:
+    """out [T, n] plus the sum of each token's rows of y [P, n], summed in out's dtype, best expert first."""
+    return _grouped.collect_rows(y, groups, out)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -328,11 +412,13 @@ def hadamard(x: Tensor) -> Tensor:
     return _quant.hadamard(x)
 
 
+FUSED = ("widen_streams", "hc_mixes", "sinkhorn", "hc_collapse", "hc_expand", "weighed_swiglu")
 OPERATIONS = (
     "sparse_attention",
     "masked_attention",
     "attention_mass",
     "index_scores",
+    "index_scores_of_sequences",
     "index_scores_at",
     "top_rows",
     "top_blocks",
@@ -342,6 +428,7 @@ OPERATIONS = (
     "rms_norm",
     "rotate_pairs",
     "rotate_halves",
+    "widen_streams",
     "hc_mixes",
     "sinkhorn",
     "hc_collapse",
@@ -350,7 +437,13 @@ OPERATIONS = (
     "router_scores",
     "top_experts",
     "swiglu",
+    "weighed_swiglu",
     "for_each_expert",
+    "group_rows",
+    "spread_rows",
+    "spread_weights",
+    "grouped_linear",
+    "collect_rows",
     "linear",
     "pack_linear",
     "packed_linear",

@@ -50,7 +50,7 @@ class Router(Prepared):
         """x [T, D], is_image [T] bool or None -> weights [T, K] float32/64, experts [T, K] int64 (best first)."""
         scores = kernels.router_scores(kernels.linear(x, self.weight, dtype=kernels.accumulator(x.dtype)), self.score)
         tape.keep(f"{name}.router_scores", lambda: scores)
-        experts = tape.choose(f"{name}.experts", lambda: self.pick(scores, is_image))
+        experts = tape.choose(f"{name}.experts", lambda: self.pick(scores.detach(), is_image))
         weights = scores.gather(1, experts)
         if self.normalise:
             weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
@@ -89,8 +89,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [n, D], already rounded where `rounds` is set. Returns [n, D] in x's dtype."""
-        hidden = kernels.swiglu(kernels.cast(self.w13.multiply(x), kernels.accumulator(x.dtype)), self.limit)
-        hidden = kernels.cast(hidden, x.dtype)
+        hidden = kernels.weighed_swiglu(self.w13.multiply(x), None, self.limit)
         return self.w2.multiply(hidden if self.rounds is None else self.rounds(hidden))
 
 
@@ -129,12 +128,22 @@ class Experts(Prepared):
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, out: Tensor) -> Tensor:
         """out [T, D] plus each token's experts: x [T, D] rounded where `rounds` is set; weights, experts [T, K]."""
-        return kernels.for_each_expert(x, weights, experts, self._run, out)
+        if self.w13 is None or self.w2 is None or kernels.is_deterministic() or not torch.is_grad_enabled():
+            return kernels.for_each_expert(x, weights, experts, self._run, out)
+        groups = kernels.group_rows(experts, self.w13)
+        weights = kernels.spread_weights(weights, groups)
+        hidden = kernels.grouped_linear(kernels.spread_rows(x, groups), self.w13, groups)
+        hidden = self._activate(hidden, weights)
+        y = kernels.grouped_linear(hidden if self.rounds is None else self.rounds(hidden), self.w2, groups)
+        y = kernels.cast(y, weights.dtype) * weights if self.weigh_output else y
+        return kernels.collect_rows(y, groups, out)
+
+    def _activate(self, gate_up: Tensor, weights: Tensor) -> Tensor:
+        """[n, 2I] products with w13 -> [n, I] hidden values, weighed unless outputs are."""
+        return kernels.weighed_swiglu(gate_up, None if self.weigh_output else weights, self.limit)
 
     def _run(self, expert: int, x: Tensor, weights: Tensor) -> Tensor:
-        hidden = kernels.cast(self._multiply(x, expert, "w13"), weights.dtype)
-        hidden = kernels.swiglu(hidden, self.limit)
-        hidden = kernels.cast(hidden if self.weigh_output else hidden * weights, x.dtype)
+        hidden = self._activate(self._multiply(x, expert, "w13"), weights)
         y = self._multiply(hidden if self.rounds is None else self.rounds(hidden), expert, "w2")
         return kernels.cast(y, weights.dtype) * weights if self.weigh_output else y
 

@@ -237,6 +237,7 @@ class BatchView:
         self._tables: dict[tuple[str, int], Tensor] = {}
         self._windows: dict[str, Tensor] = {}
         self._offsets: dict[int, tuple[list[int], Tensor]] = {}
+        self._located: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def rebind(self, batch: ForwardBatch) -> RowView:
         raise AssertionError("BatchRows holds whole sequences only: score them with exact_from 0")
@@ -255,8 +256,13 @@ class BatchView:
         return self._tables[group, layer]
 
     def locate(self, group: str, seq: Tensor, rows: Tensor) -> Tensor:
-        _, offsets = self._row_offsets(self.groups[group].stride)
-        return torch.where(rows < 0, rows, rows + offsets[seq])
+        stride = self.groups[group].stride
+        _, offsets = self._row_offsets(stride)
+        # Kernels prepare an index once for as long as it is the same tensor: also in a layer that is recomputed.
+        key = stride, id(rows), seq.data_ptr()
+        if key not in self._located:
+            self._located[key] = rows, seq, torch.where(rows < 0, rows, rows + offsets[seq])
+        return self._located[key][2]
 
     def window(self, group: str) -> Tensor:
         if group not in self._windows:

@@ -19,7 +19,8 @@ class Tape:
     trace: keep noted tensors there too. Names: "layer3.selected", "layer3.experts", "layer3.stream", ...
 
     For training, terms: kinds of tensors to keep in `.kept` with their gradient, for losses beside the logits'
-    ("router_scores", "indexer_kl"). queries: [n] int64, the tokens that indexers are taught on, None = all.
+    ("router_scores", "indexer_kl"). queries: [n] int64, the tokens that indexers are taught on, None = all. once: a
+    name is decided once, so that a layer which runs again in the backward pass neither decides again nor differently.
     """
 
     def __init__(
@@ -30,9 +31,11 @@ class Tape:
         trace: bool = False,
         terms: Collection[str] = (),
         queries: Tensor | None = None,
+        once: bool = False,
     ):
         self.replay = replay or {}
-        self.record = record or trace
+        self.record = record or trace or once
+        self.once = once
         self.trace = trace
         self.terms, self.queries = terms, queries
         self.seen: dict[str, Tensor] = {}
@@ -42,6 +45,8 @@ class Tape:
         """The replayed choice of that name if there is one, else what `compute()` returns. A NonFiniteError in it gets
         the name."""
         choice = self.replay.get(name)
+        if choice is None and self.once:
+            choice = self.seen.get(name)
         if choice is None:
             try:
                 choice = compute()

@@ -1,6 +1,7 @@
 """Sparse attention, index scores and top-k selection in torch: exact, differentiable where it is continuous, CPU-fast.
 
-Work is cut into token blocks so that temporaries stay near `_BLOCK` elements whatever the prompt's length.
+Work is cut into token blocks so that temporaries stay near a fixed number of elements whatever the prompt's length: few
+enough for a CPU's memory and caches, many enough to keep a GPU busy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from finback.base.runtime import NonFiniteError
 from finback.kernels.torch import fixed
 from finback.kernels.torch.quant import straight_through
 
-_BLOCK = 1 << 22
+_BLOCK = 1 << 22  # elements, on a CPU
+_GPU_BLOCK = 1 << 28  # at most, and 1/64 of a GPU's memory in float32
 _RUN = 64  # rows that the released kernel takes at a time
 
 
@@ -29,8 +31,15 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _token_blocks(tokens: int, elements_per_token: int) -> list[slice]:
-    step = max(1, _BLOCK // max(1, elements_per_token))
+def block_elements(device: torch.device) -> int:
+    """How many elements the temporaries of one block of work may have."""
+    if device.type != "cuda":
+        return _BLOCK
+    return max(_BLOCK, min(_GPU_BLOCK, torch.cuda.get_device_properties(device).total_memory // 256))
+
+
+def _token_blocks(tokens: int, elements_per_token: int, device: torch.device) -> list[slice]:
+    step = max(1, block_elements(device) // max(1, elements_per_token))
     return [slice(i, min(i + step, tokens)) for i in range(0, tokens, step)]
 
 
@@ -49,7 +58,7 @@ def sparse_attention(
         acc = accumulator(q.dtype)
         sink = torch.full(q.shape[1:2], torch.finfo(acc).min, dtype=acc, device=q.device)
     width = sum(index.shape[1] for _, index in scopes)
-    blocks = _token_blocks(len(q), width * (q.shape[-1] + q.shape[1]))
+    blocks = _token_blocks(len(q), width * (q.shape[-1] + q.shape[1]), q.device)
     if len(blocks) == 1:
         return _attend(q, scopes, sink, scale, value_width, released_columns)
     parts = [([(rows, index[b]) for rows, index in scopes], b) for b in blocks]
@@ -140,7 +149,7 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
             cast(weights[b], acc).unsqueeze(1),
             torch.mm(cast(q[b].reshape(-1, width), acc), keys).relu_().view(b.stop - b.start, heads, keys.shape[1]),
         ).squeeze(1)
-        for b in _token_blocks(tokens, heads * keys.shape[1])
+        for b in _token_blocks(tokens, heads * keys.shape[1], q.device)
     ]
     return torch.cat(out) if len(out) != 1 else out[0]
 
@@ -157,7 +166,7 @@ def _index_scores_fixed(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 def index_scores_at(q: Tensor, weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
     acc = accumulator(q.dtype)
     out = []
-    for b in _token_blocks(len(q), index.shape[1] * (table.shape[1] + q.shape[1])):
+    for b in _token_blocks(len(q), index.shape[1] * (table.shape[1] + q.shape[1]), q.device):
         keys = _gather(table, index[b]).to(acc)
         heads = torch.bmm(cast(q[b], acc), keys.transpose(1, 2)).relu_()
         out.append(torch.bmm(cast(weights[b], acc).unsqueeze(1), heads).squeeze(1))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from finback.kernels.torch import fixed
-from finback.kernels.torch.attention import cast
+from finback.kernels.torch.attention import accumulator, cast
 
 
 def router_scores(logits: Tensor, score: str) -> Tensor:
@@ -28,7 +28,7 @@ def _sqrt_softplus(z: Tensor) -> Tensor:
 
 
 def top_experts(scores: Tensor, k: int) -> Tensor:
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def swiglu(gate_up: Tensor, limit: float = 0.0) -> Tensor:
@@ -36,6 +36,11 @@ def swiglu(gate_up: Tensor, limit: float = 0.0) -> Tensor:
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return F.silu(gate) * up
+
+
+def weighed_swiglu(gate_up: Tensor, weights: Tensor | None, limit: float) -> Tensor:
+    hidden = swiglu(cast(gate_up, accumulator(gate_up.dtype)), limit)
+    return cast(hidden if weights is None else hidden * weights, gate_up.dtype)
 
 
 def for_each_expert(

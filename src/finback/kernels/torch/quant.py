@@ -333,25 +333,46 @@ def quantize_weight(w: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
     None). Raises CheckpointError for NaN and infinity in w.
     """
     storage_shape, scale_shape = fmt.storage_shape(w.shape), fmt.scale_shape(w.shape)
-    values = w.detach()
     if fmt.block is None or scale_shape is None:
-        return values.to(fmt.storage), None
-    rows, cols = fmt.block
-    values = values.to(torch.float32).view(1, -1) if w.dim() == 1 else values.to(torch.float32)
-    n, k = values.shape[-2:]
-    padded = F.pad(values, (0, -k % cols, 0, -n % rows))
-    columns = padded.unflatten(-1, (padded.shape[-1] // cols, cols))
-    blocks = columns.unflatten(-3, (padded.shape[-2] // rows, rows))  # [..., N', rows, K', cols]
+        return w.detach().to(fmt.storage), None
+    blocks = _weight_blocks(w, fmt.block)
     amax = blocks.abs().amax((-3, -1))
     if not bool(amax.isfinite().all()):
         raise CheckpointError(f"a tensor with NaN or infinity cannot be written as {fmt.name}; find where they arose.")
     factors = _weight_scale(amax, fmt)
-    scaled = (blocks / factors[..., :, None, :, None]).flatten(-2).flatten(-3, -2)[..., :n, :k]
+    scaled = _without_edges(blocks / factors[..., :, None, :, None], w.shape)
     if fmt.kind == "e4m3":
         data = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(fmt.storage)
     else:
         data = pack_e2m1(encode_e2m1(_snap_e2m1(scaled.contiguous()))).view(fmt.storage)
     return data.reshape(storage_shape), _encode_scale(factors.reshape(scale_shape), fmt)
+
+
+def round_weight(w: Tensor, fmt: Format) -> Tensor:
+    """float32 numbers of w [..., N, K] after writing as `fmt` and reading: `dequantize` of `quantize_weight`, to the
+    bit, but without bytes and without waiting for the device. Nothing is refused: NaN stays NaN. No gradient.
+    """
+    if fmt.block is None:
+        return w.detach().to(fmt.storage).to(torch.float32)
+    blocks = _weight_blocks(w, fmt.block)
+    factors = _weight_scale(blocks.abs().amax((-3, -1)), fmt)[..., :, None, :, None]
+    snapped = (_snap_e4m3 if fmt.kind == "e4m3" else _snap_e2m1)(blocks / factors)
+    return _without_edges(snapped.mul_(factors), w.shape)
+
+
+def _weight_blocks(w: Tensor, block: tuple[int, int]) -> Tensor:
+    """w [..., N, K] (or [K]) as float32 [..., N', rows, K', cols], filled up with zeros at the lower and right edge."""
+    rows, cols = block
+    values = w.detach().to(torch.float32)
+    values = values.view(1, -1) if w.dim() == 1 else values
+    padded = F.pad(values, (0, -values.shape[-1] % cols, 0, -values.shape[-2] % rows))
+    return padded.unflatten(-1, (-1, cols)).unflatten(-3, (-1, rows))
+
+
+def _without_edges(blocks: Tensor, shape: torch.Size) -> Tensor:
+    """[..., N', rows, K', cols] of `_weight_blocks` back in `shape`."""
+    n, k = (1, *shape)[-2:]
+    return blocks.flatten(-2).flatten(-3, -2)[..., :n, :k].reshape(shape)
 
 
 def _weight_scale(amax: Tensor, fmt: Format) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from finback.kernels.torch import fixed
@@ -61,7 +62,7 @@ def hc_mixes(
     mixes = linear(flat, fn) * torch.rsqrt(mean_square + norm_eps)
     mixes = torch.addcmul(base, mixes, scale.index_select(0, _parts_of_mixes(copies, scale.device)))
     pre, post, comb = mixes.split([copies, copies, copies * copies], dim=1)
-    return pre.sigmoid() + eps, 2 * post.sigmoid(), _sinkhorn(comb.unflatten(1, (copies, copies)), iterations, eps)
+    return pre.sigmoid() + eps, 2 * post.sigmoid(), sinkhorn(comb.unflatten(1, (copies, copies)), iterations, eps)
 
 
 @lru_cache
@@ -94,16 +95,50 @@ def _split_mixes_numpy(mixes: Array, copies: int, iterations: int, eps: float) -
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     if logits.is_cpu and not _needs_gradient(logits):
         return torch.from_numpy(_sinkhorn_numpy(_array(logits), iterations, eps))
-    return _sinkhorn(logits, iterations, eps)
+    return _Sinkhorn.apply(logits, iterations, eps)
 
 
-def _sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    z = logits.softmax(dim=2) + eps
-    z = z / (z.sum(1, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        z = z / (z.sum(2, keepdim=True) + eps)
-        z = z / (z.sum(1, keepdim=True) + eps)
-    return z
+class _Sinkhorn(torch.autograd.Function):
+    """Keeps its input alone: 40 divisions of [T, M, M] are cheaper to redo than to remember.
+
+    Tokens go innermost, as in `_sinkhorn_numpy`. Of z' = z / s with s = sum(z) + eps, dz = (dz' - sum(dz' z')) / s.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, iterations: int, eps: float) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.settings = iterations, eps
+        z = _sinkhorn_start(logits, eps)
+        for axis in _sinkhorn_axes(iterations):
+            z.div_(z.sum(axis, keepdim=True).add_(eps))
+        return z.permute(2, 0, 1).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]  (the decorator hides the names)
+        (logits,) = ctx.saved_tensors
+        iterations, eps = ctx.settings
+        z, axes = _sinkhorn_start(logits, eps), _sinkhorn_axes(iterations)
+        rows, sums, results = z - eps, [], []
+        for axis in axes:
+            sums.append(z.sum(axis, keepdim=True).add_(eps))
+            z = z / sums[-1]
+            results.append(z)
+        grad = grad_outputs[0].permute(1, 2, 0).contiguous()
+        for axis, total, z in zip(reversed(axes), reversed(sums), reversed(results), strict=True):
+            grad = grad.sub((grad * z).sum(axis, keepdim=True)).div_(total)
+        grad = (grad - (grad * rows).sum(1, keepdim=True)).mul_(rows)  # of the softmax
+        return grad.permute(2, 0, 1), None, None
+
+
+def _sinkhorn_start(logits: Tensor, eps: float) -> Tensor:
+    """[T, M, M] -> row softmax + eps as [M, M, T], contiguous."""
+    return logits.permute(1, 2, 0).contiguous().softmax(1).add_(eps)
+
+
+def _sinkhorn_axes(iterations: int) -> tuple[int, ...]:
+    """The axes of [M, M, T] that are normalised after the softmax: columns, then rows and columns in turns."""
+    return (0, *(1, 0) * (iterations - 1))
 
 
 def _sinkhorn_numpy(logits: Array, iterations: int, eps: float) -> Array:
@@ -113,8 +148,7 @@ def _sinkhorn_numpy(logits: Array, iterations: int, eps: float) -> Array:
     z /= z.sum(1, keepdims=True)
     z += eps
     sums = np.empty_like(z[:, :1]), np.empty_like(z[:1])
-    axes = (0, *(1, 0) * (iterations - 1))
-    for axis in axes:
+    for axis in _sinkhorn_axes(iterations):
         total = np.add.reduce(z, axis, out=sums[1 - axis], keepdims=True)
         total += eps
         z /= total

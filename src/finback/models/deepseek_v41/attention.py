@@ -13,7 +13,7 @@ What sources hand to later layers is a `LayerShare`, returned by one layer and p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -190,18 +190,25 @@ class Indexer(nn.Module):
         if not fixed:
             n_blocks = min(n_blocks, -(-longest // max(1, c.candidate_block_size)))
         blocks = picked.new_full((len(batch), n_blocks), -1) if wants_blocks else None
-        for b, (start, end) in enumerate(zip(batch.offsets, batch.offsets[1:], strict=False)):
-            if start == end:
-                continue
-            scores = kernels.index_scores(
-                q[start:end], weights[start:end], step.view.sequence(key_group(self.ratio), keys, b)
-            )
-            rows = kernels.top_rows(scores, c.index_topk, visible[start:end])
-            picked[start:end, : rows.shape[1]] = rows
+        for tokens, scores in self._scores(q, weights, step, keys):
+            rows = kernels.top_rows(scores, c.index_topk, visible[tokens])
+            picked[tokens, : rows.shape[1]] = rows
             if blocks is not None:
-                kept = kernels.top_blocks(scores, c.candidate_topk_blocks, c.candidate_block_size, visible[start:end])
-                blocks[start:end, : kept.shape[1]] = kept
+                kept = kernels.top_blocks(scores, c.candidate_topk_blocks, c.candidate_block_size, visible[tokens])
+                blocks[tokens, : kept.shape[1]] = kept
         return picked, blocks
+
+    def _scores(self, q: Tensor, weights: Tensor, step: Step, keys: Tensor) -> Iterator[tuple[slice | Tensor, Tensor]]:
+        """Some tokens at a time, and their scores of their own sequence's rows."""
+        batch, group = step.batch, key_group(self.ratio)
+        if q.is_cuda and not any(batch.starts) and not kernels.is_deterministic():  # whole sequences, as in training
+            each = [step.view.sequence(group, keys, b) for b in range(len(batch.lengths))]
+            yield from kernels.index_scores_of_sequences(q, weights, each, batch.lengths)
+            return
+        for b, (start, end) in enumerate(zip(batch.offsets, batch.offsets[1:], strict=False)):
+            if start < end:
+                tokens = slice(start, end)
+                yield tokens, kernels.index_scores(q[tokens], weights[tokens], step.view.sequence(group, keys, b))
 
     def _score_candidates(
         self, q: Tensor, weights: Tensor, visible: Tensor, step: Step, keys: Tensor, blocks: Tensor
@@ -227,6 +234,7 @@ class Attention(nn.Module):
     def __init__(self, c: TextConfig, layer: int, rounds: ActRound | None, rounding: bool):
         super().__init__()
         self.c, self.layer, self.rounding = c, layer, rounding
+        self.rounds_weights = rounding  # of attention, as the released kernel does where they multiply rows
         backbone = layer < c.num_hidden_layers
         self.ratio = c.compress_ratios[layer] if backbone else 0
         heads, h = c.num_attention_heads, c.head_dim
@@ -256,7 +264,7 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, scopes: list[tuple[Tensor, Tensor]], turns: Tensor, columns: Sequence[int]) -> Tensor:
         """Queries over scopes, rotated back and projected: [T, H, h] -> [T, D]. columns: place of each scope's first
         column in the released kernel's list (`kernels.sparse_attention`)."""
-        released = columns if self.rounding else None
+        released = columns if self.rounds_weights else None
         o = kernels.sparse_attention(q, scopes, self.attn_sink, self.c.head_dim**-0.5, released_columns=released)
         o = kernels.rotate_pairs(o, turns, inverse=True)
         return self.wo_b(self.wo_a(o.view(len(o), self.c.o_groups, self.wo_a.width)).flatten(1))

@@ -80,18 +80,32 @@ class DSpark(nn.Module):
 
     def run(self, model: DeepseekV41, batch: ForwardBatch, view: RowView) -> DraftBlock:
         """One pass over blocks. `batch`: one chunk of `block_size` tokens a sequence, starting at p + 1."""
-        k, n = self.block_size, len(batch.chunks)
-        turns = turns_at(batch.positions, model.window_freqs, model.dtype)
-        last = batch.positions.view(n, k)[:, :1] - 1  # [n, 1]: p of each sequence
-        width = min(self.c.sliding_window, max(batch.starts, default=0))
+        shape = len(batch.chunks), self.block_size
+        sequences = torch.arange(len(batch.chunks), device=batch.device)
+        hidden = self.run_blocks(
+            model, batch.ids.view(shape), batch.positions.view(shape), sequences, max(batch.starts, default=0), view
+        )
+        return DraftBlock(hidden, self.base_logits(model, hidden))
+
+    def run_blocks(
+        self, model: DeepseekV41, ids: Tensor, positions: Tensor, sequences: Tensor, reach: int, view: RowView
+    ) -> Tensor:
+        """The stages over any number of blocks, several of one sequence or none: hidden [n, k, D].
+
+        ids, positions: [n, k] int64, of a block's tokens; it sees its sequence's rows before them. sequences: [n]
+        int64, the sequence of `view` that each block belongs to. reach: a bound of the blocks' first positions.
+        """
+        n, k = ids.shape
+        turns = turns_at(positions.flatten(), model.window_freqs, model.dtype)
+        last = positions[:, :1] - 1  # [n, 1]: p of each block
+        width = min(self.c.sliding_window, reach)
         # REF: in the order of a ring of `sliding_window` slots, as the released kernel's list has them.
         back = (last - torch.arange(width, device=last.device)) % self.c.sliding_window
         rows = (last - back).clamp(min=-1)
-        sequences = torch.arange(n, device=last.device).unsqueeze(1)
-        past = view.locate(GROUP, sequences, rows).repeat_interleave(k, dim=0)  # [n k, w]
-        own = (sequences * k + torch.arange(k, device=last.device)).repeat_interleave(k, dim=0)  # [n k, k]
-        streams = model.embed(batch.ids).unsqueeze(1).expand(-1, self.c.hc_mult, -1)
-        pre = torch.zeros(len(batch), self.c.hc_mult, dtype=kernels.accumulator(model.dtype), device=streams.device)
+        past = view.locate(GROUP, sequences.unsqueeze(1), rows).repeat_interleave(k, dim=0)  # [n k, w]
+        own = torch.arange(n * k, device=last.device).view(n, k).repeat_interleave(k, dim=0)  # [n k, k]
+        streams = model.embed(ids.flatten()).unsqueeze(1).expand(-1, self.c.hc_mult, -1)
+        pre = torch.zeros(n * k, self.c.hc_mult, dtype=kernels.accumulator(model.dtype), device=streams.device)
         pre[:, 0] = 1
         for stage in self.stages:
             attn = stage.attn
@@ -100,9 +114,13 @@ class DSpark(nn.Module):
             q, _ = attn.queries(rounded, turns)
             scopes = [(view.table(GROUP, attn.layer), past), (attn.window_rows(rounded, turns), own)]
             y = attn.attend(q, scopes, turns, (0, self.c.sliding_window))
-            streams, pre = stage.leave(y, wide, batch, None)  # drafts are text: no image bias
+            streams, pre = stage.leave(y, wide, view.batch, None)  # drafts are text: no image bias
         hidden = kernels.hc_collapse(streams.to(pre.dtype), pre).to(model.dtype)
-        return DraftBlock(hidden.view(n, k, -1), model.head(self.norm(hidden)).view(n, k, -1))
+        return hidden.view(n, k, -1)
+
+    def base_logits(self, model: DeepseekV41, hidden: Tensor) -> Tensor:
+        """hidden [..., D] of `run_blocks` -> logits [..., V] before the Markov bias, by the backbone's head."""
+        return model.head(self.norm(hidden))
 
     def decide(
         self, block: DraftBlock, anchors: Tensor, choose: Callable[[Tensor, int], Tensor] | None = None
@@ -117,6 +135,9 @@ class DSpark(nn.Module):
             tokens.append(previous)
             logits.append(line)
             marks.append(mark)
-        seen = torch.cat([block.hidden, torch.stack(marks, dim=1)], dim=2)
-        confidence = self.confidence(seen).squeeze(2).sigmoid()
+        confidence = self.confidence_logits(block.hidden, torch.stack(marks, dim=1)).sigmoid()
         return Proposal(torch.stack(tokens, dim=1), confidence=confidence), torch.stack(logits, dim=1)
+
+    def confidence_logits(self, hidden: Tensor, marks: Tensor) -> Tensor:
+        """[n, k] logits of the confidence: hidden [n, k, D] of `run_blocks`, marks [n, k, r] of the tokens before."""
+        return self.confidence(torch.cat([hidden, marks], dim=2)).squeeze(2)

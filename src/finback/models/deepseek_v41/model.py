@@ -91,8 +91,8 @@ class Block(nn.Module):
         self.ffn = MoE(gate, c.hidden_size, inter, inter, limit=c.swiglu_limit, rounds=rounds)
 
     def enter(self, streams: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
-        """Streams in the accumulation type [T, M, D], and the attention's input [T, D]."""
-        wide = kernels.cast(streams, kernels.accumulator(streams.dtype))
+        """Streams as `hc_...` kernels take them [T, M, D], and the attention's input [T, D]."""
+        wide = kernels.widen_streams(streams)
         return wide, self.attn_norm(kernels.cast(kernels.hc_collapse(wide, pre), streams.dtype))
 
     def leave(self, y: Tensor, wide: Tensor, batch: ForwardBatch, is_image: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -126,11 +126,12 @@ class Block(nn.Module):
 class Backbone:
     """A forward's results. hidden: [T', D] of the wanted tokens. main: [T'', D] input of the draft stages, of every
     token whose draft rows a wanted position can read (None: no such token, or no draft stages); `main_view`: their row
-    view."""
+    view. targets: [T'', D] each, what `main` is made of (`DSpark.combine`)."""
 
     hidden: Tensor
     main: Tensor | None
     main_view: RowView
+    targets: tuple[Tensor, ...] = ()
 
 
 class DeepseekV41(Model):
@@ -301,7 +302,7 @@ class DeepseekV41(Model):
                 break
         hidden = self.norm(kernels.cast(kernels.hc_collapse(kernels.cast(streams, pre.dtype), pre), self.compute))
         main = self.mtp.combine(targets) if self.mtp is not None and i == len(self.layers) - 1 else None
-        return Backbone(hidden, main, step.view)
+        return Backbone(hidden, main, step.view, tuple(targets))
 
     @property
     def compute(self) -> torch.dtype:
