@@ -46,7 +46,7 @@ def deltas(tokens: Sequence[int], sizes: Sequence[int], sampling: SamplingParams
             logprobs = tuple(
                 TokenLogprobs(t, -0.5, ((t, -0.5), (3, float("-inf")))[: sampling.logprobs]) for t in taken
             )
-        yield Delta(out, tuple(taken), reason, logprobs)
+        yield Delta(out, tuple(taken), reason, logprobs, stop=stops.matched)
         if reason:
             return
 

@@ -207,8 +207,8 @@ def test_streamed_equals_whole_for_every_split(
         parser = backend.chat.parser(prompt, tools, options)
         async for event in chat_events(0, backend.generate({}, sampling), parser, one_call=one_call):
             reply.take(event)
-            if (chunk := reply.chunk(event)) is not None:
-                merge(streamed, chunk)
+            if chunks := [json.loads(data) for _, data in reply.frames(event)]:
+                merge(streamed, chunks[0])
         return streamed[0], reply.whole()["choices"][0]
 
     def flat(whole: Any) -> Any:
@@ -366,3 +366,29 @@ def test_the_page_loads_nothing_from_elsewhere():
     ids = set(re.findall(r'id="(\w+)"', page))
     assert set(re.findall(r'\$\("(\w+)"\)', page)) <= ids
     assert set(re.findall(r"FIELDS = \[(.*)\]", page)[0].replace('"', "").split(", ")) <= ids
+
+
+def test_every_field_of_the_official_client_is_served_or_refused(http: httpx.Client):
+    """A field that OpenAI's interface has and this server does not know how to honour: 400 that names it, never
+    silence. Sent with a value that is wrong for every field, so that known ones are refused too, by their type."""
+    from openai.types.chat import completion_create_params as chat
+    from openai.types.completion_create_params import CompletionCreateParamsBase as Text
+    from openai.types.responses.response_create_params import ResponseCreateParamsBase as Responses
+
+    strings = {"user", "model", "instructions", "input", "prompt", "stop", "safety_identifier", "prompt_cache_key"}
+    base = {CHAT: {"messages": USER}, TEXT: {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+    for path, params in ((CHAT, chat.CompletionCreateParamsBase), (TEXT, Text), ("/v1/responses", Responses)):
+        for name in params.__annotations__:
+            if name in strings and path != CHAT:
+                continue
+            got = http.post(path, json={**base[path], name: {"no such": 1}})
+            assert got.status_code == 400, (path, name, got.text)
+            assert (got.json()["error"]["param"] or "").split("[")[0].split(".")[0] == name, (path, name, got.text)
+
+
+def test_a_bad_image_is_refused_in_words(http: httpx.Client):
+    """The decoder's own complaint names Python objects and their addresses."""
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
+    got = http.post(CHAT, json={"messages": [{"role": "user", "content": [part]}]})
+    assert got.status_code == 400 and "decoded" in got.json()["error"]["message"]
+    assert "object at" not in got.text and "<" not in got.json()["error"]["message"]

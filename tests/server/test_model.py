@@ -6,20 +6,23 @@ a command that drops its open streams on SIGTERM.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from finback.engine.async_engine import AsyncEngine
 from finback.engine.llm import LLM
 from finback.engine.request import SamplingParams
 from finback.io.text import Tokenizer
@@ -135,34 +138,104 @@ def test_what_does_not_fit_is_refused(http: httpx.Client):
     assert got.status_code == 400 and "vocabulary" in got.json()["error"]["message"]
 
 
-def test_the_command_serves_and_drains(folder: str):
-    """`finback serve` says where it listens, answers, and on SIGTERM lets open streams end before it goes."""
-    command = [sys.executable, "-m", "finback", "serve", "--model", folder, "--port", "0", "--draft", "none"]
+@contextmanager
+def command(folder: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`finback serve` and its address."""
+    line = [sys.executable, "-m", "finback", "serve", "--model", folder, "--draft", "none", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
-            url = process.stdout.readline().split()[-1]
-            body = {"messages": USER, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
-            ends: list[str] = []
-
-            def read() -> None:
-                ends.append(httpx.post(url + CHAT, json=body, timeout=60).text.strip().split("\n\n")[-1])
-
-            readers = [threading.Thread(target=read) for _ in range(4)]
-            for reader in readers:
-                reader.start()
-            while not re.search(r"num_requests_running\{.*\} 4", httpx.get(url + "/metrics").text):
-                assert any(reader.is_alive() for reader in readers)
-            process.send_signal(signal.SIGTERM)
-            for reader in readers:
-                reader.join(60)
-            assert ends == ["data: [DONE]"] * 4
-            assert process.wait(30) == 0
+            yield process, process.stdout.readline().split()[-1]
         finally:
             process.kill()
+
+
+def streams(url: str, lengths: list[int]) -> tuple[list[threading.Thread], dict[int, str]]:
+    """Open streams, all of which have begun; the second fills with what each of them ended with."""
+    ends: dict[int, str] = {}
+    begun: set[int] = set()
+
+    def read(number: int, length: int) -> None:
+        body = {"messages": USER, "max_tokens": length, "temperature": 0, "ignore_eos": True, "stream": True}
+        last = ""
+        try:
+            with httpx.stream("POST", url + CHAT, json=body, timeout=90) as response:
+                for text in response.iter_lines():
+                    last = text or last
+                    begun.add(number)
+        except httpx.HTTPError as error:
+            last = type(error).__name__
+        ends[number] = last
+
+    readers = [threading.Thread(target=read, args=pair) for pair in enumerate(lengths)]
+    for reader in readers:
+        reader.start()
+    while len(begun) < len(lengths):
+        assert any(reader.is_alive() for reader in readers)
+        time.sleep(0.005)
+    return readers, ends
+
+
+def test_the_command_drains(folder: str):
+    """SIGTERM during 32 streams: those that can end in time do, the others are told, nothing is cut off silently, and
+    the exit code is 0."""
+    with command(folder, "--port", "0", "--drain-timeout", "4") as (process, url):
+        lengths = [25] * 16 + [900] * 16
+        readers, ends = streams(url, lengths)
+        process.send_signal(signal.SIGTERM)
+        for reader in readers:
+            reader.join(90)
+        for number, length in enumerate(lengths):
+            last = ends[number].removeprefix("data: ")
+            assert last == "[DONE]" or json.loads(last)["error"]["code"] == "shutting_down", (length, last)
+        assert process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_the_command_is_killed_and_comes_back(folder: str):
+    """kill -9: clients see a broken stream, never one that looks complete, and the same port serves again at once."""
+    with command(folder, "--port", "0") as (process, url):
+        readers, ends = streams(url, [900, 900])
+        process.kill()
+        for reader in readers:
+            reader.join(60)
+        assert all(end == "RemoteProtocolError" or end.startswith("Read") for end in ends.values())
+    with command(folder, "--port", url.rpartition(":")[2]) as (_, url):
+        assert httpx.post(url + CHAT, json={"messages": USER, "max_tokens": 4}, timeout=60).status_code == 200
+
+
+def test_cached_tokens_are_counted(http: httpx.Client):
+    """A prompt that was just computed, once more: whole pages of it come from the cache, and the usage says so."""
+    body = {"messages": [{"role": "user", "content": "the fin whale " * 60}], "max_tokens": 2}
+    first, second = (http.post(CHAT, json=body).json()["usage"] for _ in range(2))
+    cached = second["prompt_tokens_details"]["cached_tokens"]
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert 64 <= cached < second["prompt_tokens"] and cached % 64 == 0
+    lines = http.post(CHAT, json={**body, "stream": True, "stream_options": {"include_usage": True}}).text.split("\n\n")
+    usage = json.loads(lines[-3].removeprefix("data: "))["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+    other = http.post("/v1/messages", json={"messages": body["messages"], "max_tokens": 2}).json()["usage"]
+    assert other["cache_read_input_tokens"] == cached and other["input_tokens"] == second["prompt_tokens"] - cached
+
+
+def test_a_client_that_leaves_is_gone_before_the_next_step(llm: LLM):
+    """Counted in steps: after the stream is closed, at most the step that is running still has the request in it."""
+
+    async def run() -> int:
+        engine = AsyncEngine(llm)
+        try:
+            stream = engine.generate("the fin whale", SamplingParams(max_tokens=900, ignore_eos=True))
+            await anext(stream)
+            await stream.aclose()  # type: ignore[attr-defined]
+            before = llm.stats.steps
+            while llm.stats.running:
+                await asyncio.sleep(0.001)
+            return llm.stats.steps - before
+        finally:
+            await asyncio.to_thread(engine.close)
+
+    assert asyncio.run(run()) <= 1
 
 
 def test_ids_are_those_of_the_checkpoint(http: httpx.Client, folder: str):

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from finback.base.runtime import ConfigError, RequestError
+from finback.io.chat_jinja import JinjaChat
+from finback.io.chat_v32 import DeepseekV32Chat
 from finback.io.chat_v41 import DeepseekV41Chat
 from finback.io.conversation import ChatFormat, ChatOptions, ChatParser, Image, Message, Piece, Tool
 from finback.io.images import MAX_PIXELS, ImageInput, decode_image, expand_placeholders, prepare_image
 from finback.io.text import Tokenizer
-
-FORMATS = {"deepseek_v41": DeepseekV41Chat}
-"""Chat formats by the model_type of a config.json."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +77,23 @@ class Chat:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tokenizer: Tokenizer, *, max_pixels: int = MAX_PIXELS) -> Chat:
-        """The chat of a checkpoint, from its parsed config.json. Raises ConfigError for a family whose format is not
-        known, and where the vocabulary lacks the format's control tokens."""
-        if (kind := config.get("model_type")) not in FORMATS:
-            raise ConfigError(
-                f"there is no chat format for model_type {kind!r}; known are {', '.join(FORMATS)}. Continue plain text "
-                "instead (finback generate, /v1/completions)"
-            )
-        sizes = ImageSizes.of(config)
-        token = None if sizes is None else sizes.image_token_id
-        return cls(FORMATS[kind](tokenizer, image_token_id=token), tokenizer, sizes, max_pixels=max_pixels)
+        """The chat of a checkpoint, from its parsed config.json: DeepSeek-V4.1's own format; for others their Jinja
+        template; DeepSeek-V3.2's own where there is no template. Raises ConfigError where there is neither, and where
+        the vocabulary lacks the format's control tokens."""
+        kind = config.get("model_type")
+        if kind == "deepseek_v41":
+            sizes = ImageSizes.of(config)
+            token = None if sizes is None else sizes.image_token_id
+            return cls(DeepseekV41Chat(tokenizer, image_token_id=token), tokenizer, sizes, max_pixels=max_pixels)
+        if tokenizer.chat_template is not None:
+            return cls(JinjaChat(tokenizer.chat_template, tokenizer), tokenizer)
+        if kind == "deepseek_v32":
+            return cls(DeepseekV32Chat(tokenizer), tokenizer)
+        raise ConfigError(
+            f"model_type {kind!r} has no chat format of its own, and the checkpoint brings no template: chat_template "
+            "in tokenizer_config.json, or chat_template.jinja. Continue plain text instead (finback generate, "
+            "/v1/completions)"
+        )
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: ChatOptions | None = None

@@ -7,8 +7,8 @@ text that only looks like it are then different letters, and the machine below n
 known, they decide; where only text is known, spellings do.
 
 Tolerant where models slip: no </think> before the calls, no opening or closing calls tag, a blank after DSML or none,
-V4's tag names, a parameter without its `string` attribute. What follows the calls is dropped. A quoted opening tag that
-no call follows is content.
+other releases' tag names, a parameter without its `string` attribute. What follows the calls is dropped. A quoted
+opening tag that no call follows is content.
 
 DIFF: DeepSeek's own parser opens the calls at any DSML token, copies names and the values of non-string parameters into
 the arguments as they are, and keeps line breaks before markup where a "<" precedes them. Here the arguments of a
@@ -25,7 +25,9 @@ from finback.io.conversation import CallDelta, ChatDelta
 from finback.io.text import Detokenizer, Tokenizer
 
 END_THINK, DSML = "\ud800", "\ud801"  # lone surrogates: no decoded text holds one
-_CALLS = tuple(f"{DSML}{blank}{name}>" for blank in (" ", "") for name in ("calls", "tool_calls"))
+_MARKS = {"end_think": END_THINK, "dsml": DSML}
+_OUTER = ("calls", "tool_calls", "function_calls")  # V4.1, V4, V3.2
+_CALLS = tuple(f"{DSML}{blank}{name}>" for blank in (" ", "") for name in _OUTER)
 _INVOKES = tuple(f'<{DSML}{blank}invoke name="' for blank in (" ", ""))
 _BLOCKS = tuple("<" + tag for tag in _CALLS)
 _BLOCK_ENDS = tuple("</" + tag for tag in _CALLS)
@@ -37,11 +39,11 @@ _PARAMETER = re.compile(rf'<{DSML} ?parameter name="([^{DSML}]*?)" string="(true
 
 
 class DsmlParser:
-    """`ChatParser` of the DeepSeek formats.
+    """`ChatParser` of the DeepSeek formats, and of others that end their reasoning with a control token.
 
-    ids: token ids of "end_think" and "dsml". reasoning: the prompt ends inside the reasoning. fresh: a new answer,
-    whose leading line breaks are dropped; else the continuation of a text. calls: read call markup. in_calls: the
-    prompt has opened the calls already.
+    ids: token ids of "end_think" and "dsml", of those that the vocabulary has. reasoning: the prompt ends inside the
+    reasoning. fresh: a new answer, whose leading line breaks are dropped; else the continuation of a text. calls: read
+    call markup. in_calls: the prompt has opened the calls already.
     """
 
     def __init__(
@@ -54,7 +56,8 @@ class DsmlParser:
         calls: bool = True,
         in_calls: bool = False,
     ):
-        self._marks = _Marks(tokenizer, {ids["end_think"]: END_THINK, ids["dsml"]: DSML})
+        self._marks = _Marks(tokenizer, {i: _MARKS[role] for role, i in ids.items() if role in _MARKS})
+        self.end_think = ids.get("end_think") if reasoning and not in_calls else None
         self._reads_calls = calls
         self._buffer = ""  # marked text that is not understood yet
         self._step: Callable[[], bool] = self._in_calls if in_calls else self._prose
@@ -151,9 +154,9 @@ class DsmlParser:
             if not rest:
                 return False  # the name may go on
             self._buffer = rest
-            if name in ("invoke", "calls", "tool_calls"):
+            if name == "invoke" or name in _OUTER:
                 self._end_call()
-            if name in ("calls", "tool_calls"):
+            if name in _OUTER:
                 self._step = self._done
             return True
         if name == "parameter":
@@ -330,7 +333,7 @@ def _begins(text: str, tags: Sequence[str]) -> bool:
 
 def _held(text: str, tags: Sequence[str]) -> int:
     """Where the longest end of `text` begins that may still become one of `tags`; len(text) where none does."""
-    longest = max(len(tag) for tag in tags) - 1
+    longest = max((len(tag) for tag in tags), default=1) - 1
     start = max(0, len(text) - longest)
     return next((i for i in range(start, len(text)) if _begins(text[i:], tags)), len(text))
 

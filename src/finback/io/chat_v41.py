@@ -11,17 +11,18 @@ whose prompts this module equals byte for byte.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from finback.base.runtime import ConfigError, RequestError
+from finback.io.chat_dsml import Dsml, compact, joined, marked
+from finback.io.chat_grammar import answer_grammar
 from finback.io.chat_parser import DsmlParser
-from finback.io.conversation import ChatOptions, ChatParser, Control, Image, Message, Piece, Tool, ToolCall
+from finback.io.conversation import ChatOptions, ChatParser, Control, Message, Piece, Tool
 from finback.io.text import Tokenizer
 
 DEFAULT_EFFORT = 75
+DSML = Dsml(calls="calls", blank=" ")
 
 # role -> (spellings from the newest to the oldest, id in the released vocabulary)
 TOKENS: dict[str, tuple[tuple[str, ...], int]] = {
@@ -119,6 +120,18 @@ class DeepseekV41Chat:
             in_calls=takes_calls and options.tool_choice == "required",
         )
 
+    def grammar(self, tools: Sequence[Tool], options: ChatOptions, schema: Mapping[str, Any] | None) -> str:
+        """See `ChatFormat.grammar`."""
+        return answer_grammar(
+            DSML,
+            end_think_id=self._ids["end_think"],
+            dsml_id=self._ids["dsml"],
+            thinking=options.thinking,
+            schema=schema,
+            tools=tools if options.tool_choice != "none" else (),
+            required=options.tool_choice == "required",
+        )
+
 
 _OPTIONAL = ("latest_reminder", "image")
 
@@ -164,15 +177,13 @@ class _Prompt:
                 order = {call.id: i for i, call in enumerate(message.calls)} or order
             else:
                 yield Control(message.role)
-                yield from _joined(message.parts)
+                yield from joined(message.parts)
             at += 1
         if not (rest and rest[-1].prefix):
             yield Control("assistant")
             yield Control("think" if self.options.thinking else "end_think")
         if self.tools and self.options.tool_choice == "required":
-            yield "\n\n"
-            yield from _tag("calls")
-            yield "\n"
+            yield from DSML.opening()
 
     def _opening(self, system: Message | None) -> Iterator[Piece]:
         """The system turn in front: effort, the first system message, tools, the form of the answer."""
@@ -183,12 +194,12 @@ class _Prompt:
         if self.options.thinking:
             yield _EFFORT.format(DEFAULT_EFFORT if self.options.effort is None else self.options.effort)
         if system is not None:
-            yield from _joined(system.parts)
+            yield from joined(system.parts)
         if self.tools:
-            yield from _marked(_TOOLS_HEAD)
-            yield "\n".join(_json(_described(tool)) for tool in self.tools) + _TOOLS_TAIL
+            yield from marked(_TOOLS_HEAD)
+            yield "\n".join(compact(_described(tool)) for tool in self.tools) + _TOOLS_TAIL
         if schema is not None:
-            yield _SCHEMA + _json(schema)
+            yield _SCHEMA + compact(schema)
 
     def _assistant(self, message: Message, keeps_reasoning: bool) -> Iterator[Piece]:
         yield Control("assistant")
@@ -196,23 +207,10 @@ class _Prompt:
             yield Control("think")
             yield message.reasoning
         yield Control("end_think")
-        yield from _joined(message.parts)
-        if message.calls:
-            yield "\n\n"
-            yield from _tag("calls")
-            yield "\n"
-            for call in message.calls:
-                yield from _call(call)
-            yield from _tag("calls", closes=True)
+        yield from joined(message.parts)
+        yield from DSML.block(message.calls)
         if not message.prefix:
             yield Control("eos")
-
-
-def _joined(parts: Sequence[str | Image]) -> Iterator[Piece]:
-    for i, part in enumerate(parts):
-        if i:
-            yield "\n\n"
-        yield part
 
 
 def _user_turn(messages: Sequence[Message], order: Mapping[str, int]) -> Iterator[Piece]:
@@ -223,53 +221,12 @@ def _user_turn(messages: Sequence[Message], order: Mapping[str, int]) -> Iterato
         if i:
             yield "\n\n"
         if message.role == "user":
-            yield from _joined(message.parts)
+            yield from joined(message.parts)
         else:
             yield "<tool_result>"
-            yield from _joined(next(results).parts)
+            yield from joined(next(results).parts)
             yield "</tool_result>"
-
-
-def _call(call: ToolCall) -> Iterator[Piece]:
-    """One call. Arguments that are no JSON object are passed as one string named "arguments"."""
-    arguments = _loads(call.arguments)
-    if not isinstance(arguments, dict):
-        arguments = {"arguments": call.arguments}
-    yield from _tag(f'invoke name="{call.name}"')
-    yield "\n"
-    for i, (name, value) in enumerate(arguments.items()):
-        is_text = isinstance(value, str)
-        yield "\n" if i else ""
-        yield from _tag(f'parameter name="{name}" string="{"true" if is_text else "false"}"')
-        yield value if is_text else _json(value)
-        yield from _tag("parameter", closes=True)
-    yield "\n"
-    yield from _tag("invoke", closes=True)
-    yield "\n"
-
-
-def _tag(inside: str, *, closes: bool = False) -> Iterator[Piece]:
-    yield "</" if closes else "<"
-    yield Control("dsml")
-    yield f" {inside}>"
 
 
 def _described(tool: Tool) -> dict[str, Any]:
     return {"name": tool.name, "description": tool.description or "", "parameters": tool.parameters}
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _loads(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _marked(template: str) -> Iterator[Piece]:
-    """The pieces of a text in which {role} stands for a control token."""
-    for i, piece in enumerate(re.split(r"\{(\w+)\}", template)):
-        yield Control(piece) if i % 2 else piece

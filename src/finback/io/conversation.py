@@ -126,7 +126,12 @@ class Answer:
 
 
 class ChatParser(Protocol):
-    """Takes an answer apart while it is written. Its deltas add up to the same answer, however the input was cut."""
+    """Takes an answer apart while it is written. Its deltas add up to the same answer, however the input was cut.
+
+    end_think: the token that ends the reasoning which the answer begins with, None for an answer without reasoning.
+    """
+
+    end_think: int | None
 
     def feed(self, token_ids: Sequence[int], text: str) -> ChatDelta:
         """Take in generated tokens and the text that became certain with them (which may lag behind the tokens, and
@@ -155,4 +160,10 @@ class ChatFormat(Protocol):
 
     def parser(self, messages: Sequence[Message], tools: Sequence[Tool], options: ChatOptions) -> ChatParser:
         """A parser for the answer to this prompt."""
+        ...
+
+    def grammar(self, tools: Sequence[Tool], options: ChatOptions, schema: Mapping[str, Any] | None) -> str:
+        """A grammar (Lark) that holds the answer to a form: reasoning where there is some, then JSON that follows
+        `schema`, or calls (only these where `options.tool_choice` is "required"). Raises RequestError where the format
+        has no such form."""
         ...

@@ -16,6 +16,7 @@ import base64
 import binascii
 import math
 import operator
+import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,9 +123,15 @@ def _decode_errors(n_bytes: int, max_pixels: int) -> Generator[None]:
         raise
     except Exception as error:  # decoders of hostile bytes raise OSError, SyntaxError, ValueError, struct.error, ...
         raise RequestError(
-            f"the image data of {n_bytes} bytes cannot be decoded ({type(error).__name__}: {error}); "
+            f"the image data of {n_bytes} bytes cannot be decoded ({_reason(error)}); "
             f"send one complete file of at most {max_pixels} pixels in one of the formats {', '.join(_FORMATS)}"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What a decoder says, without the Python objects that it names."""
+    text = re.sub(r"\s*<[^<>]*>", "", str(error)).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def decode_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> PILImage:

@@ -43,6 +43,7 @@ class Tokenizer:
         special_ids: the added ids that `skip_special=True` leaves out. Markup that a parser needs, such as "</think>",
             is not among them in the released vocabulary.
         is_byte_level: tokens are pieces of UTF-8, so that `token_bytes` is defined.
+        chat_template: the checkpoint's own Jinja template of a chat, None without one.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Tokenizer:
         bos_id: int | None = None,
         eos_ids: Sequence[int] = (),
         pad_id: int | None = None,
+        chat_template: str | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -65,6 +67,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_ids = tuple(eos_ids)
         self.pad_id = pad_id
+        self.chat_template = chat_template
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -87,7 +90,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the binding raises bare Exception for every kind of damage
             raise CheckpointError(f"{file} is not a readable tokenizer.json: {error}. Download it again") from error
-        return cls(backend, **_named_ids(backend, file.parent))
+        return cls(backend, **_named_ids(backend, file.parent), chat_template=_chat_template(file.parent))
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -339,6 +342,17 @@ def _named_ids(backend: tokenizers.Tokenizer, folder: Path) -> dict[str, Any]:
 
     eos = [*by_name["eos"], *generation["eos"]] or model["eos"]
     return {"bos_id": first("bos"), "eos_ids": tuple(dict.fromkeys(eos)), "pad_id": first("pad")}
+
+
+def _chat_template(folder: Path) -> str | None:
+    """The template in chat_template.jinja or tokenizer_config.json: the only one, or that named "default"."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = _read_json_object(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):
+        found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
 
 
 def _ids_by_name(backend: tokenizers.Tokenizer, file: Path) -> dict[str, list[int]]:

@@ -3,38 +3,98 @@ torch."""
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from finback.engine.request import TokenLogprobs, json_logprob
 from finback.io.conversation import Answer, ChatDelta
 from finback.io.text import Detokenizer, Tokenizer
+from finback.server.errors import ApiError
 
 
 @dataclass(frozen=True)
 class Event:
-    """What one step added to one choice. finish_reason: on its last event. tokens: how many it took."""
+    """What one step added to one choice. finish_reason: on its last event. tokens: how many it took, reasoning of them
+    before the end of the reasoning. stop: the stop string that ended it. cached: tokens of the prompt that the prefix
+    cache had."""
 
     index: int
     delta: ChatDelta = field(default_factory=ChatDelta)
     tokens: int = 0
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: int = 0
+    stop: str | None = None
+    cached: int = 0
 
 
 @dataclass
 class Usage:
+    """Tokens of a request. reasoning: of the completion. cached: by prompt, of its first choice."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    reasoning: int = 0
+    cached: dict[int, int] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, int]:
-        total = self.prompt_tokens + self.completion_tokens
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.cached.values())
+
+    def as_json(self) -> dict[str, Any]:
         return {
-            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total
-        }  # fmt: skip
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+        }
+
+
+Frame = tuple[str | None, str]
+"""One event of a stream: its name, None for OpenAI's nameless ones, and its data."""
+
+
+class AnyReply(Protocol):
+    """One request's answer while it grows: events for a stream, or the whole at the end."""
+
+    id: str
+    usage: Usage
+
+    @property
+    def finish_reasons(self) -> list[str | None]: ...
+
+    def take(self, event: Event) -> None:
+        """Add an event to the whole."""
+        ...
+
+    def opening(self) -> Iterator[Frame]:
+        """What a stream begins with."""
+        ...
+
+    def frames(self, event: Event) -> Iterator[Frame]:
+        """What a stream says about the event that was taken last."""
+        ...
+
+    def closing(self, *, usage: bool) -> Iterator[Frame]:
+        """What a stream ends with. usage: the client asked for it."""
+        ...
+
+    def failed(self, error: ApiError) -> Iterator[Frame]:
+        """What a stream ends with that could not be finished."""
+        ...
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        ...
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        """An error before anything was sent."""
+        ...
 
 
 @dataclass
@@ -45,18 +105,21 @@ class _Choice:
 
 
 class Reply:
-    """One request's answer while it grows: chunks for a stream, or the whole at the end.
+    """`AnyReply` of /v1/chat/completions.
 
-    logprobs: whether they were asked for.
+    choices: of one prompt, `prompts` of which there are. logprobs: whether they were asked for.
     """
 
     prefix, chunk_object, whole_object = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None, choices: int, *, logprobs: bool = False):
+    def __init__(
+        self, model: str, tokenizer: Tokenizer | None, choices: int, *, prompts: int = 1, logprobs: bool = False
+    ):
         self.id, self.model, self.created = f"{self.prefix}-{uuid.uuid4().hex}", model, int(time.time())
         self.usage = Usage()
         self._tokenizer, self._logprobs = tokenizer, logprobs
-        self._choices = [_Choice() for _ in range(choices)]
+        self._each = choices
+        self._choices = [_Choice() for _ in range(choices * prompts)]
         self._call_ids: dict[tuple[int, int], str] = {}
 
     def take(self, event: Event) -> None:
@@ -66,28 +129,36 @@ class Reply:
         choice.finish_reason = event.finish_reason or choice.finish_reason
         choice.logprobs += event.logprobs
         self.usage.completion_tokens += event.tokens
+        self.usage.reasoning += event.reasoning
+        prompt, choice_of_prompt = divmod(event.index, self._each)
+        if choice_of_prompt == 0:
+            self.usage.cached[prompt] = event.cached
 
     @property
     def finish_reasons(self) -> list[str | None]:
         return [choice.finish_reason for choice in self._choices]
 
-    def opening(self) -> Iterator[dict[str, Any]]:
-        """Chunks before the first event."""
+    def opening(self) -> Iterator[Frame]:
         for index in range(len(self._choices)):
-            yield self._chunk([self._chunk_choice(index, {"role": "assistant", "content": ""}, Event(index))])
+            chunk = self._chunk([self._chunk_choice(index, {"role": "assistant", "content": ""}, Event(index))])
+            yield None, dumps(chunk)
 
-    def chunk(self, event: Event) -> dict[str, Any] | None:
-        """The chunk of an event, None where there is nothing to say."""
-        if not (event.delta or event.finish_reason or (self._logprobs and event.logprobs)):
-            return None
-        return self._chunk([self._chunk_choice(event.index, self._delta(event), event)])
+    def frames(self, event: Event) -> Iterator[Frame]:
+        if event.delta or event.finish_reason or (self._logprobs and event.logprobs):
+            yield None, dumps(self._chunk([self._chunk_choice(event.index, self._delta(event), event)]))
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream whose client asked for usage."""
-        return {**self._chunk([]), "usage": self.usage.as_json()}
+    def closing(self, *, usage: bool) -> Iterator[Frame]:
+        if usage:
+            yield None, dumps({**self._chunk([]), "usage": self.usage.as_json()})
+        yield None, "[DONE]"
+
+    def failed(self, error: ApiError) -> Iterator[Frame]:
+        yield None, dumps(error.body())
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        return error.body()
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
         choices = [self._whole_choice(i, choice) for i, choice in enumerate(self._choices)]
         return {**self._chunk(choices), "object": self.whole_object, "usage": self.usage.as_json()}
 
@@ -138,16 +209,7 @@ class Reply:
         return self._call_ids.setdefault((choice, call), f"call_{uuid.uuid4().hex[:24]}")
 
     def _shown_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        def one(token: int, logprob: float) -> dict[str, Any]:
-            text, data = token_text(self._tokenizer, token)
-            return {"token": text, "logprob": json_logprob(logprob), "bytes": data}
-
-        return {
-            "content": [
-                {**one(entry.token_id, entry.logprob), "top_logprobs": [one(*pair) for pair in entry.top]}
-                for entry in logprobs
-            ]
-        }
+        return {"content": shown_logprobs(self._tokenizer, logprobs)}
 
 
 class CompletionReply(Reply):
@@ -155,11 +217,13 @@ class CompletionReply(Reply):
 
     prefix, chunk_object, whole_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None, choices: int, *, logprobs: bool = False):
-        super().__init__(model, tokenizer, choices, logprobs=logprobs)
-        self._texts = [_Offset(tokenizer) for _ in range(choices)]
+    def __init__(
+        self, model: str, tokenizer: Tokenizer | None, choices: int, *, prompts: int = 1, logprobs: bool = False
+    ):
+        super().__init__(model, tokenizer, choices, prompts=prompts, logprobs=logprobs)
+        self._texts = [_Offset(tokenizer) for _ in range(choices * prompts)]
 
-    def opening(self) -> Iterator[dict[str, Any]]:
+    def opening(self) -> Iterator[Frame]:
         yield from ()
 
     def _chunk_choice(self, index: int, delta: dict[str, Any], event: Event) -> dict[str, Any]:
@@ -198,6 +262,27 @@ class _Offset:
         start = self._length
         self._length += 0 if self._detokenizer is None else len(self._detokenizer.push(token))
         return start
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON that every client can read: no NaN, no bare surrogates. One encoder for all of it: making one for
+    each token of each stream takes longer than encoding."""
+    return _ENCODER.encode(value)
+
+
+def shown_logprobs(tokenizer: Tokenizer | None, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """Log probabilities as OpenAI's chats show them."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text, data = token_text(tokenizer, token)
+        return {"token": text, "logprob": json_logprob(logprob), "bytes": data}
+
+    return [
+        {**one(entry.token_id, entry.logprob), "top_logprobs": [one(*pair) for pair in entry.top]} for entry in logprobs
+    ]
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> tuple[str, list[int] | None]:

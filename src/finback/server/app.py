@@ -16,9 +16,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
+from finback.server import anthropic
 from finback.server import protocol as p
 from finback.server.backend import Backend
 from finback.server.errors import ApiError, as_api_error
+from finback.server.responses import ResponsesRequest
 from finback.server.service import Service, Settings, logger
 
 
@@ -41,18 +43,19 @@ def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
 
 
 def _add_errors(app: FastAPI) -> None:
-    def answer(error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body(), error.status, error.headers())
+    def answer(request: Request, error: ApiError) -> JSONResponse:
+        body = anthropic.error_body(error) if request.url.path.startswith("/v1/messages") else error.body()
+        return JSONResponse(body, error.status, error.headers())
 
-    async def on_http(_: Request, error: Exception) -> JSONResponse:
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return answer(ApiError(error.detail, status=error.status_code))
+        return answer(request, ApiError(error.detail, status=error.status_code))
 
     async def on_any(request: Request, error: Exception) -> JSONResponse:
         found = as_api_error(error)
         if found.code == "internal_error":
             logger.error("%s failed", request.url.path, exc_info=error)
-        return answer(found)
+        return answer(request, found)
 
     app.add_exception_handler(HTTPException, on_http)
     for kind in (ApiError, ValueError, Exception):
@@ -88,6 +91,18 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     @takes("/v1/completions", p.CompletionRequest)
     async def completions(request: Request) -> Response:
         return service.complete(await read(request, p.CompletionRequest))
+
+    @takes("/v1/responses", ResponsesRequest)
+    async def responses(request: Request) -> Response:
+        return service.responses(await read(request, ResponsesRequest))
+
+    @takes("/v1/messages", anthropic.MessagesRequest)
+    async def messages(request: Request) -> Response:
+        return service.messages(await read(request, anthropic.MessagesRequest))
+
+    @takes("/v1/messages/count_tokens", anthropic.CountRequest)
+    async def count_tokens(request: Request) -> Response:
+        return JSONResponse(await service.count_tokens(await read(request, anthropic.CountRequest)))
 
     @takes("/tokenize", p.TokenizeRequest)
     async def tokenize(request: Request) -> Response:
@@ -164,6 +179,8 @@ def _check_key(request: Request, keys: tuple[str, ...]) -> None:
     if not keys:
         return
     kind, _, given = request.headers.get("authorization", "").partition(" ")
+    if not given:
+        kind, given = "bearer", request.headers.get("x-api-key", "")  # as clients of Anthropic's interface send it
     # Every key is compared, in constant time, so that timing tells nothing.
     right = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
     if kind.lower() != "bearer" or not any(right):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
 
 from finback.base.runtime import ConfigError
 from finback.engine.async_engine import AsyncEngine
@@ -15,8 +14,6 @@ from finback.engine.stats import Stats
 from finback.io.chat import Chat
 from finback.io.images import MAX_PIXELS
 from finback.io.text import Tokenizer
-
-T = TypeVar("T")
 
 
 class Backend(Protocol):
@@ -49,18 +46,6 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-class _Engine(AsyncEngine):
-    """What else a server asks of an engine."""
-
-    @property
-    def alive(self) -> bool:
-        return not self._closed
-
-    def between_steps(self, job: Callable[[], T]) -> Future[T]:
-        """Have the engine's thread run `job` before its next step."""
-        return self._submit(job)
-
-
 class LocalBackend:
     """`Backend` over an `LLM` in this process. max_pixels: largest image that is decoded, None for the usual limit."""
 
@@ -68,7 +53,7 @@ class LocalBackend:
         self.model, self.tokenizer = model, llm.tokenizer
         self.chat, self.no_chat = _chat(llm, max_pixels or MAX_PIXELS)
         self.max_model_len, self.longest = llm.engine.max_model_len, _longest(llm)
-        self._llm, self._engine = llm, _Engine(llm)
+        self._llm, self._engine = llm, AsyncEngine(llm)
 
     @property
     def stats(self) -> Stats:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from finback.base.runtime import FinbackError, RequestError
@@ -31,10 +33,20 @@ class ApiError(Exception):
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def moved(self, origins: Sequence[str] | None) -> ApiError:
+        """The same error about the request that the messages come from: origins[i] is the field of messages[i]."""
+        found = None if origins is None or self.param is None else _MESSAGE.match(self.param)
+        if origins is None or found is None:
+            return self
+        field = origins[int(found[1])]
+        message = self.message.replace(found[0], field)
+        return ApiError(message, status=self.status, param=field, code=self.code, retry_after=self.retry_after)
+
     def headers(self) -> dict[str, str]:
         return {"Retry-After": str(self.retry_after)} if self.retry_after else {}
 
 
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "server_error"}
 
 

@@ -16,7 +16,8 @@ async def chat_events(
     index: int, deltas: AsyncIterator[Delta], parser: ChatParser, *, one_call: bool = False
 ) -> AsyncGenerator[Event]:
     """The events of one choice of a chat. one_call: end it after its first call."""
-    called = False
+    end_think = parser.end_think
+    called, reasons = False, end_think is not None
     async with aclosing(deltas) as stream:  # type: ignore[type-var]
         async for delta in stream:
             said = parser.feed(delta.token_ids, delta.text)
@@ -29,7 +30,12 @@ async def chat_events(
             called = called or bool(said.calls)
             # A call that was cut off must not be run, so its reason stays "length".
             shown = "tool_calls" if called and reason == "stop" else reason
-            yield Event(index, said, len(delta.token_ids), shown, delta.logprobs or ())
+            tokens, reasoning = delta.token_ids, 0
+            if reasons:
+                reasons = end_think not in tokens
+                reasoning = len(tokens) if reasons else tokens.index(end_think)  # type: ignore[arg-type]
+            logprobs = delta.logprobs or ()
+            yield Event(index, said, len(tokens), shown, logprobs, reasoning, delta.stop, delta.cached_tokens)
             if reason is not None:
                 return
 
@@ -43,11 +49,17 @@ async def text_events(index: int, deltas: AsyncIterator[Delta]) -> AsyncGenerato
     async with aclosing(deltas) as stream:  # type: ignore[type-var]
         async for delta in stream:
             said = ChatDelta(content=delta.text)
-            yield Event(index, said, len(delta.token_ids), delta.finish_reason, delta.logprobs or ())
+            logprobs = delta.logprobs or ()
+            yield Event(index, said, len(delta.token_ids), delta.finish_reason, logprobs, cached=delta.cached_tokens)
 
 
 async def merged(streams: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Event]:
     """The events of several choices as they come. Closing it closes all of them."""
+    if len(streams) == 1:  # the usual case, without a task and a queue between
+        async with aclosing(streams[0]) as events:
+            async for event in events:
+                yield event
+        return
     inbox: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
 
     async def pump(stream: AsyncGenerator[Event]) -> None:

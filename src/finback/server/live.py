@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from finback.server.answers import Event, Reply
+from finback.server.answers import AnyReply, Event, Frame, dumps
 from finback.server.errors import ApiError, as_api_error
-from finback.server.messages import dumps
 
 
 @dataclass
@@ -35,7 +34,7 @@ class LiveResponse(Response):
 
     def __init__(
         self,
-        reply: Reply,
+        reply: AnyReply,
         events: AsyncGenerator[Event],
         *,
         stream: bool,
@@ -82,15 +81,12 @@ class LiveResponse(Response):
                 self._reply.take(event)
                 if self._stream:
                     await self._open()
-                    if (chunk := self._reply.chunk(event)) is not None:
-                        await self._event(dumps(chunk))
+                    await self._frames(self._reply.frames(event))
         if not self._stream:
             await self._json(200, self._reply.whole())
             return
         await self._open()
-        if self._usage:
-            await self._event(dumps(self._reply.usage_chunk()))
-        await self._event("[DONE]", more=False)
+        await self._frames(self._reply.closing(usage=self._usage), more=False)
 
     async def _open(self) -> None:
         if self._started:
@@ -98,11 +94,13 @@ class LiveResponse(Response):
         await self._start(
             200, [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         )
-        for chunk in self._reply.opening():
-            await self._event(dumps(chunk))
+        await self._frames(self._reply.opening())
 
-    async def _event(self, data: str, *, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
+    async def _frames(self, frames: Iterable[Frame], *, more: bool = True) -> None:
+        """Send events; those that belong together in one piece."""
+        data = "".join(f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n" for name, text in frames)
+        if data or not more:
+            await self._send({"type": "http.response.body", "body": data.encode(), "more_body": more})
 
     async def _json(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
         data = dumps(body).encode()
@@ -119,9 +117,9 @@ class LiveResponse(Response):
     async def _fail(self, error: ApiError) -> None:
         self._outcome.status, self._outcome.error = error.status, error.code or "invalid_request_error"
         if not self._started:
-            await self._json(error.status, error.body(), error.headers())
+            await self._json(error.status, self._reply.error_body(error), error.headers())
         elif self._stream:
-            await self._event(dumps(error.body()), more=False)
+            await self._frames(self._reply.failed(error), more=False)
 
 
 async def _gone(receive: Receive) -> None:

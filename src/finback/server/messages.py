@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -191,8 +190,3 @@ def sampling_params(request: p.Sampling, *, max_tokens: int, logprobs: int | Non
         logprobs=logprobs,
         **form,
     )
-
-
-def dumps(value: Any) -> str:
-    """Compact JSON that every client can read: no NaN, no bare surrogates."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -7,7 +7,7 @@ nothing (`store: false`, `service_tier: "auto"`) may be sent with the value that
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -258,6 +258,15 @@ class ChatRequest(Sampling):
         return _SAYS_NOTHING
 
 
+def chat_request(fields: dict[str, Any], origins: Sequence[str]) -> ChatRequest:
+    """A chat request made from one to another interface; origins[i]: the field of it that messages[i] comes from.
+    Raises ApiError (400) in the words of that interface."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise _explained(error, ChatRequest, fields).moved(origins) from None
+
+
 class CompletionRequest(Sampling):
     prompt: (
         str
@@ -359,7 +368,8 @@ def _explained(error: ValidationError, kind: type[Strict], data: Mapping[str, An
     found = max(error.errors(include_url=False, include_context=False), key=lambda e: len(e["loc"]))
     first = error.errors(include_url=False, include_context=False)[0]
     unknown = next((e for e in error.errors(include_url=False) if e["type"] == "extra_forbidden"), None)
-    chosen = unknown or (found if found["loc"][:1] == first["loc"][:1] else first)
+    kind_of = next((e for e in error.errors(include_url=False) if e["loc"][-1:] == ("type",)), None)
+    chosen = kind_of or unknown or (found if found["loc"][:1] == first["loc"][:1] else first)
     path = _path(chosen["loc"], data, absent=chosen["type"] == "missing")
     if chosen["type"] == "extra_forbidden":
         name = str(chosen["loc"][-1])

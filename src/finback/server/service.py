@@ -6,17 +6,17 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from finback.base.runtime import RequestError
 from finback.engine.request import Delta, SamplingParams
 from finback.io.chat import Chat, RenderedPrompt
-from finback.io.chat_grammar import answer_grammar
 from finback.io.conversation import ChatDelta, ChatOptions
 from finback.server import protocol as p
-from finback.server.answers import CompletionReply, Event, Reply
+from finback.server.answers import AnyReply, CompletionReply, Event, Reply
+from finback.server.anthropic import CountRequest, MessagesReply, MessagesRequest
 from finback.server.backend import Backend
 from finback.server.errors import ApiError, as_api_error
 from finback.server.generation import chat_events, merged, seeded, text_events
@@ -24,6 +24,8 @@ from finback.server.live import LiveResponse, Outcome
 from finback.server.messages import ChatTask, chat_task, messages_of, sampling_params, thinking_of, tools_of
 from finback.server.metrics import Metrics
 from finback.server.remote import image_bytes
+from finback.server.responses import ResponsesRequest
+from finback.server.responses_reply import ResponsesReply
 
 logger = logging.getLogger("finback.server")
 
@@ -75,16 +77,44 @@ class Service:
         reply = Reply(self.backend.model, self.backend.tokenizer, request.n, logprobs=request.logprobs)
         return self._respond(request, reply, request.n, self._chat_events(request, chat, reply))
 
-    async def _chat_events(self, request: p.ChatRequest, chat: Chat, reply: Reply) -> AsyncGenerator[Event]:
-        def prepare() -> tuple[ChatTask, RenderedPrompt]:
+    def responses(self, request: ResponsesRequest) -> LiveResponse:
+        """POST /v1/responses."""
+        asked, origins = request.as_chat()
+        reply = ResponsesReply(self.backend.model, self.backend.tokenizer, request)
+        return self._respond(asked, reply, 1, self._chat_events(asked, self._need_chat(), reply, origins))
+
+    def messages(self, request: MessagesRequest) -> LiveResponse:
+        """POST /v1/messages."""
+        asked, origins = request.as_chat()
+        reply = MessagesReply(self.backend.model)
+        return self._respond(asked, reply, 1, self._chat_events(asked, self._need_chat(), reply, origins))
+
+    async def count_tokens(self, request: CountRequest) -> dict[str, Any]:
+        """POST /v1/messages/count_tokens."""
+        fields, origins = request.chat_fields()
+        asked = p.chat_request(fields, origins)
+        _, prompt = await asyncio.to_thread(self._prepare, asked, self._need_chat(), origins)
+        return {"input_tokens": len(prompt.token_ids)}
+
+    def _prepare(
+        self, request: p.ChatRequest, chat: Chat, origins: Sequence[str] | None
+    ) -> tuple[ChatTask, RenderedPrompt]:
+        """origins: the fields that the messages come from where they were written otherwise."""
+        try:
             task = chat_task(request, self._fetcher())
             return task, chat.render(task.messages, task.tools, task.options)
+        except (ApiError, RequestError) as error:
+            raise as_api_error(error).moved(origins) from None
 
-        task, prompt = await asyncio.to_thread(prepare)
+    async def _chat_events(
+        self, request: p.ChatRequest, chat: Chat, reply: AnyReply, origins: Sequence[str] | None = None
+    ) -> AsyncGenerator[Event]:
+        task, prompt = await asyncio.to_thread(self._prepare, request, chat, origins)
         reply.usage.prompt_tokens = len(prompt.token_ids)
         self._log_prompt(reply, prompt.token_ids)
         wanted = request.max_completion_tokens or request.max_tokens
-        most = self._most_tokens(len(prompt.token_ids), wanted, task.default_tokens, "messages")
+        where = "messages" if origins is None else origins[-1].partition("[")[0]
+        most = self._most_tokens(len(prompt.token_ids), wanted, task.default_tokens, where)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         sampling = sampling_params(request, max_tokens=most, logprobs=logprobs, **_form(task, chat))
         streams = [
@@ -106,10 +136,11 @@ class Service:
         if request.max_tokens == 0 and not request.echo:
             raise ApiError("max_tokens is 0 and echo is not true, so there is nothing to send", param="max_tokens")
         wants = request.logprobs is not None
-        reply = CompletionReply(self.backend.model, self.backend.tokenizer, count, logprobs=wants)
+        model, tokenizer = self.backend.model, self.backend.tokenizer
+        reply = CompletionReply(model, tokenizer, request.n, prompts=len(prompts), logprobs=wants)
         return self._respond(request, reply, count, self._completion_events(request, reply))
 
-    async def _completion_events(self, request: p.CompletionRequest, reply: Reply) -> AsyncGenerator[Event]:
+    async def _completion_events(self, request: p.CompletionRequest, reply: AnyReply) -> AsyncGenerator[Event]:
         prompts = [await asyncio.to_thread(self._encode, prompt) for prompt in request.prompts]
         reply.usage.prompt_tokens = sum(map(len, prompts))
         streams = []
@@ -171,7 +202,9 @@ class Service:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _respond(self, request: p.Sampling, reply: Reply, choices: int, events: AsyncGenerator[Event]) -> LiveResponse:
+    def _respond(
+        self, request: p.Sampling, reply: AnyReply, choices: int, events: AsyncGenerator[Event]
+    ) -> LiveResponse:
         """Admit a request. Raises ApiError: 503 while stopping or after a failure of the engine, 429 when full."""
         if self.stopping or not self.backend.alive:
             raise ApiError("the server is stopping", status=503, code="shutting_down", retry_after=5)
@@ -205,7 +238,7 @@ class Service:
         seconds = stats.inter_token_latency.total / answers / max(1, stats.running)
         return min(60, max(1, math.ceil(seconds)))
 
-    def _account(self, reply: Reply, outcome: Outcome, error: Exception | None) -> None:
+    def _account(self, reply: AnyReply, outcome: Outcome, error: Exception | None) -> None:
         tokens = reply.usage.completion_tokens
         if outcome.first_token is not None:
             self.metrics.first_token.observe(outcome.first_token)
@@ -222,7 +255,7 @@ class Service:
         if error is not None and as_api_error(error).status == 500:
             logger.error("request %s failed", reply.id, exc_info=error)
 
-    def _log_prompt(self, reply: Reply, ids: list[int]) -> None:
+    def _log_prompt(self, reply: AnyReply, ids: list[int]) -> None:
         if self.settings.log_prompts and self.backend.tokenizer is not None:
             text = self.backend.tokenizer.decode(ids)
             logger.info(json.dumps({"event": "prompt", "id": reply.id, "text": text}))
@@ -281,13 +314,4 @@ def _form(task: ChatTask, chat: Chat) -> dict[str, Any]:
     callable_tools = task.tools if task.options.tool_choice != "none" else []
     if task.form == "json" and not task.options.thinking and not callable_tools:
         return {"json_schema": task.schema}
-    return {
-        "grammar": answer_grammar(
-            end_think_id=chat.format.token_id("end_think"),
-            dsml_id=chat.format.token_id("dsml"),
-            thinking=task.options.thinking,
-            schema=task.schema,
-            tools=callable_tools,
-            required=task.form == "calls",
-        )
-    }
+    return {"grammar": chat.format.grammar(task.tools, task.options, task.schema)}

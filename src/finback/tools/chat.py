@@ -14,6 +14,7 @@ from finback.base.runtime import FinbackError, RequestError
 from finback.engine.request import Delta, SamplingParams
 from finback.io.chat import Chat
 from finback.io.conversation import Answer, ChatDelta, ChatOptions, Image, Message
+from finback.tools.terminal import visible
 
 if TYPE_CHECKING:
     from finback.engine.llm import LLM
@@ -66,7 +67,7 @@ class Session:
                     self._say(self._command(*line[1:].partition(" ")[::2]))
                 elif line:
                     self.ask(line)
-            except (FinbackError, OSError) as error:
+            except FinbackError as error:
                 self._say(f"error: {error}")
 
     def ask(self, text: str) -> Answer:
@@ -97,11 +98,14 @@ class Session:
 
     def _show(self, delta: ChatDelta, before: Answer) -> None:
         if delta.reasoning:
-            self.out.write(("" if before.reasoning else self.dim) + delta.reasoning)
+            self.out.write(("" if before.reasoning else self.dim) + self._shown(delta.reasoning))
         if delta.content:
             thought = before.reasoning or delta.reasoning
-            self.out.write((self.plain + "\n\n" if thought and not before.content else "") + delta.content)
+            self.out.write((self.plain + "\n\n" if thought and not before.content else "") + self._shown(delta.content))
         self.out.flush()
+
+    def _shown(self, text: str) -> str:
+        return visible(text) if self.dim else text
 
     def _command(self, name: str, rest: str) -> str:
         rest = rest.strip()
@@ -111,10 +115,10 @@ class Session:
         if name == "think":
             return self._think(rest)
         if name == "image":
-            self._images.append(Image(Path(rest).expanduser().read_bytes()))
+            self._images.append(Image(_read(rest)))
             return f"{len(self._images)} image(s) go with the next message"
         if name == "save":
-            Path(rest).expanduser().write_text(self.as_json(), encoding="utf-8")
+            _write(rest, self.as_json())
             return f"wrote {rest}"
         return HELP if name == "help" else f"there is no /{name}\n{HELP}"
 
@@ -137,6 +141,32 @@ class Session:
             thoughts = {"reasoning_content": message.reasoning} if message.reasoning else {}
             messages.append({"role": message.role, "content": text, **thoughts})
         return json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n"
+
+
+def _read(path: str) -> bytes:
+    """A file that a person names. Raises RequestError."""
+    if not path:
+        raise RequestError("/image needs the path of an image file: /image whale.png")
+    try:
+        return Path(path).expanduser().read_bytes()
+    except (OSError, RuntimeError) as error:
+        raise RequestError(f"{path} cannot be read: {_why(error)}") from None
+
+
+def _write(path: str, text: str) -> None:
+    """Write a file that a person names. Raises RequestError."""
+    if not path:
+        raise RequestError("/save needs the path of the file to write: /save chat.json")
+    try:
+        Path(path).expanduser().write_text(text, encoding="utf-8")
+    except (OSError, RuntimeError) as error:
+        raise RequestError(f"{path} cannot be written: {_why(error)}") from None
+
+
+def _why(error: Exception) -> str:
+    """What the system says about a file, in words alone."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text[:1].lower() + text[1:]
 
 
 def lines_of_terminal(prompt: str = "> ") -> Iterator[str]:
