@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
+import runpy
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -43,3 +49,44 @@ def seed_fixture(request: pytest.FixtureRequest) -> int:
 def rng(seed: int) -> torch.Generator:
     """A CPU generator of the test's own, unmoved by what the code under test draws from the global one."""
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Any:
+    """A server that has loaded what processes of a run need, and forks them: each then starts at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["finback.train.trainer", "finback.train.dividing", "finback.models.deepseek_v41.model",
+         "finback.models.deepseek_v32.model", "finback.models.spikewhale.model", "torch.distributed.checkpoint"]
+    )  # fmt: skip
+    return context
+
+
+@pytest.fixture
+def ranks(forks: Any, tmp_path: Path) -> Callable[..., list[Any]]:
+    """ranks(jobs, size, job, *given) -> what the function `job` of the file `jobs` gave in each of `size` processes, as
+    torchrun would start them. One of a size of 1 has no launcher."""
+
+    def run(jobs: Path, size: int, job: str, *given: Any) -> list[Any]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        out = tmp_path / f"ranks{len(list(tmp_path.iterdir()))}"
+        out.mkdir()
+        task = {"size": size, "port": port, "jobs": str(jobs), "job": job, "given": given, "out": str(out)}
+        main = str(Path(__file__).with_name("rank_main.py"))
+        started = [
+            forks.Process(target=runpy.run_path, args=(main, {"task": {**task, "rank": rank}})) for rank in range(size)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(150)
+        waiting = [process for process in started if process.is_alive()]
+        for process in waiting:
+            process.kill()
+        assert not waiting, "a process waits for another for ever"
+        assert [process.exitcode for process in started] == [0] * size
+        return [torch.load(out / f"{rank}.pt") for rank in range(size)]
+
+    return run

@@ -108,3 +108,30 @@ def test_a_full_context_is_said(session: Session, llm: ScriptedLLM):
     assert "/reset" in said(session) and not llm.prompts
     with pytest.raises(RequestError, match="no tokenizer"):
         Session(SimpleNamespace(tokenizer=None), SamplingParams())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("/image", "needs the path"),
+        ("/image /no/such.png", "/no/such.png cannot be read: no such file or directory"),
+        ("/image /", "/ cannot be read: is a directory"),
+        ("/save", "needs the path"),
+        ("/save /no/such/chat.json", "cannot be written: no such file or directory"),
+        ("/image ~nobody-has-this-name/x", "cannot be read"),
+    ],
+)
+def test_files_that_cannot_be_used(session: Session, line: str, problem: str):
+    """An error number of the system, or the end of the program, in place of a sentence."""
+    session.run(iter([line]))
+    assert problem in said(session) and "Errno" not in said(session)
+
+
+def test_a_terminal_gets_no_control_characters(session: Session, llm: ScriptedLLM):
+    """An answer that clears the screen, changes colours or writes over what stands there; a file gets it as it is."""
+    llm.says = "\x1b[2Jhm</think>a\tb\r31m\n\x07"
+    session.ask("x")
+    assert "<\\x1b[2Jhm" in said(session) and "a\tb\\x0d31m\n\\x07" in said(session)
+    plain = Session(llm, SamplingParams(max_tokens=50), out=io.StringIO())  # type: ignore[arg-type]
+    plain.ask("x")
+    assert "\x1b[2Jhm" in said(plain)

@@ -55,7 +55,7 @@ def config_spikewhale(**changes: Any) -> dict[str, Any]:
 CONFIGS = {"v41": config_v41, "v32": config_v32, "spikewhale": config_spikewhale}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_config() -> Callable[..., dict[str, Any]]:
     """tiny_config(family, **changes) -> config.json."""
     return lambda name, **changes: CONFIGS[name](**changes)

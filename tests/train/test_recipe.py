@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from finback.base.runtime import ConfigError
 from finback.train.estimate import estimate
-from finback.train.recipe import read_recipe
+from finback.train.recipe import override, read_recipe
+from finback.train.records import KINDS
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 DEMO = next(path for path in RECIPES if path.name == "v41-1m.toml")
@@ -50,6 +52,18 @@ def test_stages_follow_each_other():
     assert recipe.shares(recipe.stages[0]) == [1.0] and recipe.shares(recipe.stages[1]) == [4.0]
 
 
+def test_the_guide_names_keys_that_exist():
+    """A key that was renamed stays in the guide, and is refused when somebody copies it."""
+    guide = (DEMO.parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    found = re.findall(r"\b(run|data|loss|optim|tokenizer|quant)\.(\w+)", guide.replace("data.sources.", ""))
+    found = [(section, key) for section, key in found if key not in ("py", "json")]
+    assert len(found) > 5
+    for section, key in found:
+        override({}, f"{section}.{key}=1")
+    assert all(f"| `{kind}` |" in guide for kind in KINDS)
+    assert all(f"`{path.stem}`" in guide for path in RECIPES)
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_recipes_of_the_repository_are_sound(path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each builds, and has about as many parameters as its name says."""
@@ -58,6 +72,7 @@ def test_recipes_of_the_repository_are_sound(path: Path, monkeypatch: pytest.Mon
     assert "unknown" in estimate(recipe).text()
     assert recipe.name == path.stem
     found = estimate(recipe)
-    size = int(path.stem.rsplit("-", 1)[1].removesuffix("m"))
-    assert 0.6 * size < sum(found.parameters.values()) / 1e6 < 1.9 * size
+    size = int(re.findall(r"-(\d+)m", path.stem)[0])
+    backbone = sum(count for role, count in found.parameters.items() if role != "draft")
+    assert 0.6 * size < backbone / 1e6 < 1.9 * size
     assert found.total_flops > 1e12 and found.active <= sum(found.parameters.values()) * 1.2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
-from finback.base.runtime import CheckpointError, NonFiniteError
+from finback.base.runtime import CheckpointError, ConfigError, NonFiniteError
 from finback.engine.llm import LLM
 from finback.engine.request import SamplingParams
+from finback.io import checkpoint_write
 from finback.io.checkpoint import Checkpoint
+from finback.train import journal
 from finback.train.recipe import read_recipe
 from finback.train.trainer import Trainer
 
@@ -80,7 +84,7 @@ def weights(folder: Path) -> bytes:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "mfu")} for line in lines]
 
 
 def command(recipe: Path, out: Path, *sets: str) -> list[str]:
@@ -135,6 +139,112 @@ def test_resume_after_a_kill_equals_the_straight_run(recipe: Path, tmp_path: Pat
     assert metrics(broken) == metrics(straight)
     saved = [torch.load(d / "checkpoints" / "step-0000008" / "training.pt")["optimiser"] for d in (straight, broken)]
     assert saved[0].keys() == saved[1].keys() and all(torch.equal(v, saved[1][k]) for k, v in saved[0].items())
+
+
+SLOW_DISK = """
+import sys, time
+from pathlib import Path
+from finback.io import checkpoint_write
+from finback.train import journal
+from finback.train.recipe import read_recipe
+from finback.train.trainer import Trainer
+
+recipe, out = sys.argv[1:]
+splice = checkpoint_write._splice
+
+def slow(shard, metadata):
+    if "step-0000006" in str(shard.payload):
+        Path(out, "writing").touch()
+        time.sleep(120)
+    splice(shard, metadata)
+
+checkpoint_write._splice = slow
+Trainer(read_recipe(recipe, ["run.steps=9", "run.eval_every=0"]), out).run()
+"""
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(recipe: Path, tmp_path: Path):
+    """Training goes on while the disk is slow, so the kill comes late; half a checkpoint must never be taken for one,
+    nor stay on the disk."""
+    out = tmp_path / "run"
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    arguments = [sys.executable, "-c", SLOW_DISK, str(recipe), str(out)]
+    process = subprocess.Popen(arguments, env=env, text=True, stdout=-1, stderr=-1)
+    wait_for(lambda: (out / "writing").exists() and metrics(out)[-1]["step"] > 6, process)
+    process.kill()
+    process.communicate()
+    names = {p.name for p in (out / "checkpoints").iterdir()}
+    assert "step-0000003" in names and "step-0000006" not in names and len(names) == 2
+    again = Trainer(read_recipe(recipe), out)
+    assert again.step == 3 and [p.name for p in (out / "checkpoints").iterdir()] == ["step-0000003"]
+    assert metrics(out)[-1]["step"] == 3
+
+
+def test_a_disk_that_fills_up_during_a_run_ends_it(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The write fails in the background: the run must hear of it at a next step, or at the end at the latest, and not
+    report success."""
+    splice = checkpoint_write._splice
+    for step in ("0000006", "0000008"):
+
+        def full(shard: Any, metadata: Any, step: str = step) -> None:
+            if f"step-{step}" in str(shard.payload):
+                raise OSError(28, "No space left on device")
+            splice(shard, metadata)
+
+        out = tmp_path / step
+        monkeypatch.setattr(checkpoint_write, "_splice", full)
+        trainer = Trainer(read_recipe(recipe, ["run.eval_every=0"]), out)
+        with pytest.raises(CheckpointError, match=r"No space left.*last good checkpoint is .*step-000000[36]"):
+            trainer.run()
+        assert not (out / "model").exists() and trainer.checkpoints.latest() is not None
+
+
+def test_saving_by_time(recipe: Path, tmp_path: Path):
+    """Where nobody knows how long a step takes, losing at most so many minutes is what counts."""
+    sets = ["run.steps=3", "run.save_every=0", "run.eval_every=0", "run.keep=9"]
+    Trainer(read_recipe(recipe, [*sets, "run.save_minutes=1e-6"]), tmp_path / "often").run()
+    assert len(list((tmp_path / "often" / "checkpoints").iterdir())) == 3
+    Trainer(read_recipe(recipe, [*sets, "run.save_minutes=60"]), tmp_path / "never").run()
+    assert not (tmp_path / "never" / "checkpoints").exists()
+
+
+def test_a_run_that_is_too_slow_is_saved_and_ends(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ending without a checkpoint would throw away what was paid for."""
+    monkeypatch.setattr(journal, "_WARM", 2)
+    trainer = Trainer(read_recipe(recipe, ["run.min_tokens_per_second=1e9", "run.save_every=0"]), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"step 2: .* fewer than run\.min_tokens_per_second 1,000,000,000"):
+        trainer.run()
+    assert Trainer(read_recipe(recipe), tmp_path / "run").step == 2
+
+
+def test_a_run_with_images(recipe: Path, tmp_path: Path):
+    """From a chat with image files to a model that serves them: the tower and the image biases of the routers move, the
+    patches are counted, and a resumed run gives the same weights to the bit."""
+    lines = []
+    for i in range(12):
+        Image.new("RGB", (8, 8), (20 * i, 0, 200)).save(tmp_path / f"{i}.png")
+        turns = [{"role": "user", "content": [{"type": "image"}, "the sea"]}, {"role": "assistant", "content": "dark"}]
+        lines.append(json.dumps({"text": turns, "images": [f"{i}.png"]}))
+    (tmp_path / "seen.jsonl").write_text("\n".join(lines))
+    vision = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16,
+              "patch_size": 4, "downsample_ratio": 2, "min_pixels": 0}  # fmt: skip
+    sources = [
+        {"name": name, "path": name + ".jsonl", "kind": kind} for name, kind in (("one", "jsonl"), ("seen", "chat"))
+    ]
+    sets = [f"model.vision_config={toml(vision)}", f"data.sources=[{', '.join(map(toml, sources))}]"]
+    sets += ["stages=[{}]", "run.steps=4", "run.save_every=2", "run.sample_every=0"]
+    straight = Trainer(read_recipe(recipe, sets), tmp_path / "a")
+    before = {n: p.clone() for n, p in straight.model.named_parameters() if "vision" in n or "bias_vl" in n}
+    folder = straight.run()
+    assert all(m["patches"] > 0 for m in metrics(tmp_path / "a") if "loss" in m)
+    still = [n for n, p in straight.model.named_parameters() if n in before and torch.equal(before[n], p)]
+    assert before and not still
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-0000004")
+    again = Trainer(read_recipe(recipe, sets), tmp_path / "b")
+    assert again.step == 2
+    assert weights(again.run()) == weights(folder)
+    assert LLM(folder).generate("the sea", SamplingParams(max_tokens=2))[0].token_ids
 
 
 def test_sigterm_saves_and_ends(recipe: Path, tmp_path: Path):

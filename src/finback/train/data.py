@@ -4,6 +4,9 @@ A batch is a fixed number of tokens. It is filled with pieces of documents, at m
 a sequence of its own (a document mask: no attention, no n-gram and no label crosses a border). The next piece comes
 from the source that lies furthest behind its share, so every batch holds all sources in about their shares. A piece
 that is cut has the next token of its document as last label, and the rest of the document goes on later as a new piece.
+Images are never cut, and a document that shows one or is to stay whole is in one piece where `length` allows it, so
+that no answer is parted from what it is about: where it finds no room, another source fills the batch, or else the
+batch ends early.
 
 The state of a stream is a few integers a source. Documents are visited in an order that a seed and the number of the
 pass decide; of several ranks, each takes every n-th document of that order.
@@ -21,8 +24,10 @@ import torch
 from torch import Tensor
 
 from finback.base.runtime import ConfigError
+from finback.models.deepseek_v41.vision import IMAGE, TEXT
 from finback.nn.rows import Chunk, ForwardBatch
 from finback.nn.tape import Tape
+from finback.train.images import Picture, inserted
 from finback.train.loss import IGNORE
 from finback.train.sources import Corpus, Document
 
@@ -30,17 +35,27 @@ from finback.train.sources import Corpus, Document
 @dataclass(frozen=True)
 class Batch:
     """chunks: one per piece. labels: [T] int64, the token after each, `IGNORE` = not learned. sources: tokens by
-    source."""
+    source. pictures: images, with their places among the T tokens."""
 
     chunks: list[Chunk]
     labels: Tensor
     sources: dict[str, int]
+    pictures: tuple[Picture, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def forward_batch(self, device: torch.device | str, tape: Tape | None = None) -> ForwardBatch:
-        return ForwardBatch(self.chunks, device=device, tape=tape)
+    def forward_batch(self, device: torch.device | str, tape: Tape | None = None, *, model: Any = None) -> ForwardBatch:
+        """The packed tokens. model: whose vision tower encodes the images, with gradient; needed where it has any."""
+        rows = None
+        if self.pictures:
+            assert model is not None, "a batch with images needs the model that encodes them"
+            rows = inserted(model, self.pictures, device)
+        return ForwardBatch(self.chunks, device=device, tape=tape, inserted=rows)
+
+    def patches(self) -> int:
+        """How many patches its images have."""
+        return sum(one.grid_h * one.grid_w for one in self.pictures)
 
     def targets(self) -> int:
         return int((self.labels != IGNORE).sum())
@@ -85,10 +100,10 @@ class Stream:
         self.tokens, self.length, self.seed, self.rank, self.world = tokens, length, seed, rank, world
         self.sources = []
         for name, corpus, share in corpora:
-            kept = [i for i in range(len(corpus)) if not (held_out and corpus.is_held_out(i, held_out))]
+            kept = np.flatnonzero(~corpus.held_out(held_out)) if held_out else np.arange(len(corpus))
             if len(kept) < world:
                 raise ConfigError(f"source {name}: {len(kept)} documents to train on are too few for {world} processes")
-            self.sources.append(_Source(name, corpus, share, np.asarray(kept)))
+            self.sources.append(_Source(name, corpus, share, kept))
         if not any(s.share for s in self.sources):
             raise ConfigError("data.sources: at least one source needs a share above 0")
         self.places = [_Place() for _ in self.sources]
@@ -106,35 +121,55 @@ class Stream:
 
     def next(self, length: int | None = None) -> Batch:
         """The next batch; length: most tokens of its pieces, None = the stream's."""
-        limit = self.length if length is None else length
-        chunks, labels, room = [], [], self.tokens
+        pack = _Pack(self.tokens)
         sources: dict[str, int] = {}
-        while room:
-            which = self._behind()
+        for name, document, start, n in self._pieces(length):
+            pack.add(document, start, n)
+            sources[name] = sources.get(name, 0) + n
+        return pack.batch(sources)
+
+    def skip(self, length: int | None = None) -> None:
+        """Go on as `next` does, without a batch: it is another process's."""
+        for _ in self._pieces(length):
+            pass
+
+    def _pieces(self, length: int | None) -> Iterator[tuple[str, Document, int, int]]:
+        """(source, document, first token, tokens) of the pieces of the next batch."""
+        limit, room = min(self.tokens, self.length if length is None else length), self.tokens
+        while room and (found := self._next_piece(limit, room)):
+            which, document, n = found
             place = self.places[which]
-            document = self._document(which)
-            left = len(document.ids) - 1 - place.used
-            n = min(left, limit, room)
-            ids, targets = piece(document, place.used, n)
-            chunks.append(Chunk(ids.tolist()))
-            labels.append(targets)
-            room -= n
+            start = place.used
             place.tokens += n
-            sources[self.sources[which].name] = sources.get(self.sources[which].name, 0) + n
             place.used += n
-            if n == left:
+            room -= n
+            if place.used == len(document.ids) - 1:
                 place.used = 0
                 place.taken += 1
                 if place.taken == len(self._order(which)):
                     place.epoch, place.taken = place.epoch + 1, 0
-        return Batch(chunks, torch.from_numpy(np.concatenate(labels)), sources)
+            yield self.sources[which].name, document, start, n
 
-    def _behind(self) -> int:
-        """The source whose tokens so far are fewest for its share. Several may have a document under way."""
-        worth = [
-            p.tokens / s.share if s.share else float("inf") for s, p in zip(self.sources, self.places, strict=True)
-        ]
-        return int(np.argmin(worth))
+    def _next_piece(self, limit: int, room: int) -> tuple[int, Document, int] | None:
+        """(source, document, tokens) of the next piece: of the first source by need whose next piece fits into `room`;
+        None where none does."""
+        for which in self._by_need():
+            document = self._document(which)
+            n = fitting(document, self.places[which].used, limit, room)
+            if n:
+                return which, document, n
+            if room == self.tokens:
+                longest = max(one.tokens for one in document.pictures)
+                raise ConfigError(
+                    f"source {self.sources[which].name}: an image of {longest} tokens does not fit into a piece of "
+                    f"{limit}; raise data.length (and data.batch_tokens), or lower max_image_tokens of vision_config"
+                )
+        return None
+
+    def _by_need(self) -> list[int]:
+        """The sources by how few tokens they gave for their share. Several may have a document under way."""
+        worth = [p.tokens / s.share if s.share else np.inf for s, p in zip(self.sources, self.places, strict=True)]
+        return [int(i) for i in np.argsort(worth, kind="stable") if worth[i] < np.inf]
 
     def _order(self, which: int) -> npt.NDArray[np.int64]:
         """This rank's documents in the source's present pass."""
@@ -161,8 +196,50 @@ class Stream:
         self.places = [_Place(*state[name]) for name in names]
 
 
+class _Pack:
+    """Pieces on their way into one batch of at most `room` tokens."""
+
+    def __init__(self, room: int):
+        self.room, self.size = room, 0
+        self.chunks: list[Chunk] = []
+        self.labels: list[npt.NDArray[np.int64]] = []
+        self.pictures: list[Picture] = []
+
+    def add(self, document: Document, start: int, n: int) -> None:
+        ids, targets = piece(document, start, n)
+        shown = [one for one in document.pictures if start <= one.start < start + n]
+        types = np.full(n, TEXT) if shown else None
+        for one in shown:
+            assert types is not None
+            types[one.start - start : one.end - start] = IMAGE
+        self.chunks.append(Chunk(ids.tolist(), types=None if types is None else types.tolist()))
+        self.labels.append(targets)
+        self.pictures += [one.moved(self.size - start) for one in shown]
+        self.size += n
+        self.room -= n
+
+    def batch(self, sources: dict[str, int]) -> Batch:
+        return Batch(self.chunks, torch.from_numpy(np.concatenate(self.labels)), sources, tuple(self.pictures))
+
+
+def fitting(document: Document, start: int, limit: int, room: int) -> int:
+    """Tokens of the piece of a document that begins at `start`: at most `limit` and `room`, no image cut, and all of
+    the rest where `limit` allows it and an image is still to come or the document is to stay whole. 0 = it needs more
+    room."""
+    left = len(document.ids) - 1 - start
+    n = min(left, limit, room)
+    coming = [one for one in document.pictures if one.start >= start]
+    if n == left or not (coming or document.whole):
+        return n
+    if left <= limit:
+        return 0
+    return min([n, *(one.start - start for one in coming if one.start < start + n < one.end)])
+
+
 def piece(document: Document, start: int, n: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """n tokens of a document from `start` on, and the tokens after them (`IGNORE` where those are not learned)."""
+    if document.whole and start:  # what they follow from was cut off
+        return document.ids[start : start + n], np.full(n, IGNORE)
     ids, targets = document.ids[start : start + n], document.ids[start + 1 : start + n + 1].copy()
     if document.learn is not None:
         targets[~document.learn[start + 1 : start + n + 1]] = IGNORE
@@ -171,22 +248,17 @@ def piece(document: Document, start: int, n: int) -> tuple[npt.NDArray[np.int64]
 
 def held_out_batches(corpus: Corpus, share: float, *, tokens: int, length: int, limit: int) -> Iterator[Batch]:
     """Batches of a source's held-out documents, in order and each once, up to about `limit` tokens."""
-    chunks: list[Chunk] = []
-    labels: list[npt.NDArray[np.int64]] = []
-    room, total = tokens, 0
-    for i in range(len(corpus)):
-        if total >= limit or not corpus.is_held_out(i, share):
-            continue
-        document = corpus.document(i)
-        for start in range(0, len(document.ids) - 1, length):
-            n = min(length, len(document.ids) - 1 - start)
-            if n > room and chunks:
-                yield Batch(chunks, torch.from_numpy(np.concatenate(labels)), {})
-                chunks, labels, room = [], [], tokens
-            ids, targets = piece(document, start, n)
-            chunks.append(Chunk(ids.tolist()))
-            labels.append(targets)
-            room -= n
+    pack, total = _Pack(tokens), 0
+    for i in np.flatnonzero(corpus.held_out(share)).tolist():
+        if total >= limit:
+            break
+        document, start = corpus.document(i), 0
+        while n := fitting(document, start, length, length):
+            if n > pack.room and pack.size:
+                yield pack.batch({})
+                pack = _Pack(tokens)
+            pack.add(document, start, n)
+            start += n
             total += n
-    if chunks:
-        yield Batch(chunks, torch.from_numpy(np.concatenate(labels)), {})
+    if pack.size:
+        yield pack.batch({})

@@ -16,7 +16,7 @@ from finback.io.text import Tokenizer, compression_map
 from finback.models.base import Model
 from finback.models.deepseek_v41.ngram import table_rows
 from finback.nn.rows import ForwardBatch
-from finback.train.tokenizer import IMAGE
+from finback.train.tokenizer import IMAGE, SYSTEM
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,12 @@ def _complete_v41(config: dict[str, Any], tokenizer: Tokenizer | None) -> None:
         text.setdefault("engram_compressed_vocab_size", size)
     if tokenizer is not None and text.get("engram_layer_ids"):
         text.setdefault("engram_pad_token_id", tokenizer.pad_id or 0)
-    if tokenizer is not None and config.get("vision_config"):
-        config.setdefault("image_token_id", tokenizer.token_to_id(IMAGE))
+    if text.get("dspark_block_size"):
+        system = None if tokenizer is None else tokenizer.token_to_id(SYSTEM)
+        text.setdefault("dspark_noise_token_id", 0 if system is None else system)  # as in the released model
+    if config.get("vision_config"):  # without a tokenizer, where train_tokenizer puts it
+        token = text["vocab_size"] - 1 if tokenizer is None else tokenizer.token_to_id(IMAGE)
+        config.setdefault("image_token_id", token)
 
 
 def _everything_v41(model: Any, batch: ForwardBatch) -> dict[str, Tensor]:
@@ -118,6 +122,7 @@ def blocks(model: Any) -> Any:
     return model.layers if hasattr(model, "layers") else model.model.layers
 
 
-def head_weight(model: Model) -> Tensor:
+def head_weight(model: Any) -> Tensor:
     """The vocabulary matrix [V, D], which may be the embedding."""
-    return next(view for spec, view in model.weights() if spec.role == "head")
+    head = model.head if hasattr(model, "head") else model.lm_head
+    return model.model.embed_tokens.weight if head is None else head.weight

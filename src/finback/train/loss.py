@@ -18,7 +18,7 @@ from finback.nn.moe import Router
 from finback.nn.rows import ForwardBatch
 
 IGNORE = -100
-_CHUNK_ELEMENTS = 1 << 22  # logits held at once
+_CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 1 << 22, 1 << 27  # logits held at once
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, z: float, rows: int) -> tuple[Tensor, Tensor]:
         acc = kernels.accumulator(hidden.dtype)
-        wide = weight.to(acc)
+        narrow = hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16
+        operands = hidden.dtype if narrow else acc
+        wide = weight.to(operands)
         wants = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden, dtype=acc) if wants else None
-        grad_weight = torch.zeros_like(wide) if wants else None
+        grad_weight = torch.zeros_like(wide, dtype=acc) if wants else None
         total = nats = torch.zeros((), dtype=acc, device=hidden.device)
         for at in range(0, len(hidden), rows):
-            x, y = hidden[at : at + rows].to(acc), labels[at : at + rows]
-            logits = F.linear(x, wide)
+            x, y = hidden[at : at + rows].to(operands), labels[at : at + rows]
+            logits = torch.mm(x, wide.t(), out_dtype=acc) if narrow else F.linear(x, wide)
             norm = logits.logsumexp(dim=1)
             loss = (norm - logits.gather(1, y.unsqueeze(1)).squeeze(1)).sum()
             nats = nats + loss
@@ -52,8 +54,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None and grad_weight is not None:
                 slope = logits.sub_(norm.unsqueeze(1)).exp_().mul_((1 + 2 * z * norm).unsqueeze(1))
                 slope.scatter_add_(1, y.unsqueeze(1), slope.new_full((len(y), 1), -1.0))
+                slope = slope.to(operands)
                 grad_hidden[at : at + rows] = slope @ wide
-                grad_weight.addmm_(slope.t(), x)
+                if narrow:
+                    grad_weight += torch.mm(slope.t(), x, out_dtype=acc)
+                else:
+                    grad_weight.addmm_(slope.t(), x)
         if wants:
             ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.dtypes = hidden.dtype, weight.dtype
@@ -72,11 +78,13 @@ def token_loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, z: float = 0.0
     """Cross entropy of softmax(hidden . weight) plus z * (log of its denominator)^2, summed over targets.
 
     hidden: [T, D]; weight: [V, D]; labels: [T] int64, `IGNORE` = no target. rows: tokens whose logits exist at once
-    (None: about 4 million logits). All sums are float32 (float64). The gradient is made together with the loss, in
-    blocks, and takes one float32 copy of `weight` and of the rows with a target.
+    (None: about 4 million logits, on a GPU 128 million). All sums are float32 (float64); on a GPU, bf16 operands are
+    multiplied as they are, for which the logits' slopes are rounded to bf16. The gradient is made together with the
+    loss, in blocks, and takes one copy of `weight` and of the rows with a target in that type.
     """
     picked = (labels != IGNORE).nonzero().squeeze(1)
-    rows = max(1, _CHUNK_ELEMENTS // len(weight)) if rows is None else rows
+    if rows is None:
+        rows = max(1, (_GPU_CHUNK_ELEMENTS if hidden.is_cuda else _CHUNK_ELEMENTS) // len(weight))
     total, nats = _ChunkedCrossEntropy.apply(hidden[picked], weight, labels[picked], z, rows)
     return TokenLoss(total, nats, len(picked))
 
@@ -104,8 +112,10 @@ def balance_loss(scores: Tensor, experts: Tensor, batch: ForwardBatch) -> Tensor
 
 def expert_counts(experts: Tensor, n_experts: int, is_image: Tensor | None) -> Tensor:
     """[2, E] int64: how often each expert was picked, by text tokens and by image tokens."""
-    image = torch.zeros(len(experts), dtype=torch.bool, device=experts.device) if is_image is None else is_image
-    return torch.stack([experts[kind].flatten().bincount(minlength=n_experts) for kind in (~image, image)])
+    picked = (experts.unsqueeze(2) == torch.arange(n_experts, device=experts.device)).sum(dim=1)  # [T, E]
+    image = picked.new_zeros(len(picked)) if is_image is None else is_image.to(picked.dtype)
+    kinds = torch.stack([1 - image, image]).unsqueeze(2)
+    return (kinds * picked).sum(dim=1)
 
 
 @torch.no_grad()

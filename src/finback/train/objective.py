@@ -49,13 +49,17 @@ class Objective:
         self.everything = family_of(model.config.model_type).everything
         self.device = next(model.parameters()).device
 
+    def targets(self, batch: Batch) -> int:
+        """How many tokens of `batch` are learned."""
+        return batch.targets()
+
     def __call__(
         self, batch: Batch, stage: Stage, targets: int, forwards: int = 1, seed: Sequence[int] = (0,)
     ) -> Result:
         """One forward. targets: of the whole step, which the cross entropy's sum is divided by; forwards: of the step,
         which the other terms are divided by. seed: of the draw of the tokens that indexers are taught on."""
         c = self.config
-        packed = batch.forward_batch(self.device)
+        packed = batch.forward_batch(self.device, model=self.model)
         packed.tape = self._tape(packed, stage, seed)
         labels = batch.labels.to(self.device)
         aux = None
@@ -95,7 +99,7 @@ class Objective:
             )
         replay = None if stage.select else self.everything(self.model, packed)
         terms = ["router_scores"] + ["indexer_kl"] * teaches
-        return Tape(replay, record=True, terms=terms, queries=queries)
+        return Tape(replay, terms=terms, queries=queries, once=True)
 
     def _multi_token(self, hidden: Tensor, weight: Tensor, packed: Any, labels: Tensor) -> Tensor:
         """Mean over the multi-token heads that have targets of their mean cross entropy."""

@@ -15,12 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from finback.base.runtime import ConfigError, nearest
 from finback.models.base import Model, TensorSpec
+
+if TYPE_CHECKING:
+    from finback.parallel.placed import Placed
 
 _FAST, _SETTLE = (3.4445, -4.775, 2.0315), (2.0, -1.5, 0.5)
 _STEPS = (*[_FAST] * 8, *[_SETTLE] * 2)
@@ -97,10 +101,25 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return (x.transpose(1, 2) if tall else x).to(matrices.dtype)
 
 
+def _orthogonalised(shape: tuple[int, int], members: list[tuple[Part, Tensor]]) -> list[Tensor]:
+    """The same of stacks of matrices of one shape, in one batch."""
+    stacks = [ahead.view(-1, *shape) for _, ahead in members]
+    turned = orthogonalise(torch.cat(stacks)).split([len(stack) for stack in stacks])
+    return [update.view_as(ahead) for update, (_, ahead) in zip(turned, members, strict=True)]
+
+
+def _norm(parts: list[Part]) -> float:
+    """Of the whole gradient."""
+    norms = torch._foreach_norm([p.grad for p in parts if p.grad is not None])
+    return float(torch.stack(norms).norm()) if norms else 0.0
+
+
 @dataclass
 class Part:
     """One parameter and how it is stepped. kind: "muon", "adam", "head", "indexer" or "table". shape: of one matrix of
-    Muon; the parameter is a stack of them. master: what is stepped (the parameter itself where it is wide enough)."""
+    Muon; the parameter is a stack of them. master: what is stepped (the parameter itself where it is wide enough).
+    place: how it is divided among processes, of which master, grad and state are this one's part; None = it is whole.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -109,6 +128,46 @@ class Part:
     master: Tensor
     grad: Tensor | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
+    place: Placed | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """The parameter's numbers in this process."""
+        return self.parameter.detach() if self.place is None else _local(self.parameter)
+
+    def take_grad(self) -> None:
+        """Add the parameter's gradient to `grad`, and clear it."""
+        found, self.parameter.grad = self.parameter.grad, None
+        if found is not None:
+            found = found if self.place is None else _local(found)
+            self.grad = found.to(self.master.dtype) if self.grad is None else self.grad.add_(found)
+
+    def publish(self) -> None:
+        """Round the master into the parameter, where they are two."""
+        if self.master.data_ptr() != (values := self.values).data_ptr():
+            values.copy_(self.master)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    from finback.parallel.placed import local
+
+    return local(tensor)
+
+
+class Across(Protocol):
+    """What a step needs of the other processes of a run."""
+
+    def sum_gradients(self, parts: list[Part]) -> None:
+        """Finish the gradients of what several processes hold."""
+        ...
+
+    def norm(self, parts: list[Part]) -> float:
+        """Of the whole gradient."""
+        ...
+
+    def orthogonalise(self, shape: tuple[int, int], members: list[tuple[Part, Tensor]]) -> list[Tensor]:
+        """`orthogonalise` of matrices of one shape that may be divided; of each member, what lies here."""
+        ...
 
 
 def kind_of(spec: TensorSpec, muon: bool = True) -> str:
@@ -153,22 +212,22 @@ class Optimiser:
         self.config = config
         self.parts = parts_of(model, config.muon)
         self.average = [p.master.clone() for p in self.parts] if config.ema else None
+        self.across: Across | None = None
 
     def collect(self) -> None:
         """Add the parameters' gradients to the float32 ones, and clear them."""
         for part in self.parts:
-            grad, part.parameter.grad = part.parameter.grad, None
-            if grad is not None:
-                part.grad = grad.to(part.master.dtype) if part.grad is None else part.grad.add_(grad)
+            part.take_grad()
 
     @torch.no_grad()
     def step(self, number: int, steps: int, scale: float = 1.0) -> float:
         """One step from the collected gradients times `scale`. number: 0 .. steps - 1. Returns the gradient's norm
         before clipping; with a norm that is not finite, nothing is changed."""
         c = self.config
+        if self.across is not None:
+            self.across.sum_gradients(self.parts)
         active = [p for p in self.parts if p.grad is not None]
-        norms = torch._foreach_norm([p.grad for p in active if p.grad is not None])
-        norm = scale * float(torch.stack(norms).norm()) if norms else 0.0
+        norm = scale * (_norm(active) if self.across is None else self.across.norm(active))
         if math.isfinite(norm):
             factor = scale * min(1.0, c.clip / norm) if c.clip and norm else scale
             for part in active:
@@ -179,8 +238,7 @@ class Optimiser:
             self._muon(active, rate, c.momentum_start + (c.momentum - c.momentum_start) * ramp)
             self._adam(active, rate, number + 1)
             for part in active:
-                if part.master.data_ptr() != part.parameter.data_ptr():
-                    part.parameter.copy_(part.master)
+                part.publish()
             if self.average is not None:
                 torch._foreach_lerp_(self.average, [p.master for p in self.parts], 1 - c.ema)
         for part in active:
@@ -196,13 +254,13 @@ class Optimiser:
                 buffer = part.state.setdefault("momentum", torch.zeros_like(part.grad))
                 buffer.mul_(momentum).add_(part.grad)
                 ahead = part.grad.add(buffer, alpha=momentum)  # Nesterov
-                stacks.setdefault(part.shape, []).append((part, ahead.view(-1, *part.shape)))
+                stacks.setdefault(part.shape, []).append((part, ahead))
         for shape, members in stacks.items():
-            turned = orthogonalise(torch.cat([ahead for _, ahead in members]))
+            turn = _orthogonalised if self.across is None else self.across.orthogonalise
             size = _RMS * math.sqrt(max(shape))
-            for (part, _), update in zip(members, turned.split([len(a) for _, a in members]), strict=True):
+            for (part, _), update in zip(members, turn(shape, members), strict=True):
                 part.master.mul_(1 - rate * c.matrix_lr * c.weight_decay)
-                part.master.view(-1, *shape).add_(update, alpha=-rate * c.matrix_lr * size)
+                part.master.add_(update, alpha=-rate * c.matrix_lr * size)
 
     def _adam(self, active: list[Part], rate: float, count: int) -> None:
         c = self.config

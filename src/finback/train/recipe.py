@@ -1,7 +1,8 @@
 """Recipes: TOML files that say everything about a training run.
 
 Sections: [model] (the keys of config.json; what follows from the tokenizer may be left out), [tokenizer], [data] with
-[[data.sources]], [optim], [loss], [[stages]], [run]. Every key is checked; `override("a.b=c")` changes one.
+[[data.sources]], [optim], [loss], [[stages]], [quant], [draft], [parallel], [run]. Every key is checked;
+`override("a.b=c")` changes one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ from typing import Any
 
 from finback.base.runtime import ConfigError, nearest
 from finback.models.base import family, read_fields
+from finback.parallel.world import ParallelConfig
+from finback.train.draft import DraftConfig
 from finback.train.optim import OptimConfig
-from finback.train.sources import SourceConfig
+from finback.train.quantise import QuantConfig
+from finback.train.records import SourceConfig
+
+LOGS = ("tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,10 @@ class RunConfig:
     """steps, seed, device ("cpu", "cuda"), dtype of the arithmetic ("bfloat16" keeps float32 masters). recompute: redo
     each block in the backward pass instead of keeping its activations. threads: of the CPU, 0 = as torch decides. Every
     so many steps: save a checkpoint (the last `keep` are kept), evaluate on `eval_tokens` held-out tokens a source,
-    print a sample of `sample_tokens` for each of `prompts`; 0 = never. log_every: steps between lines where no terminal
-    shows a moving one."""
+    print a sample of `sample_tokens` for each of `prompts`; 0 = never. save_minutes: save also after so many minutes,
+    0 = never. log_every: steps between lines where no terminal shows a moving one. log: further places for the numbers
+    of metrics.jsonl, of "tensorboard" and "wandb". min_tokens_per_second: a run that is slower, once under way, is
+    saved and ended, 0 = none is."""
 
     steps: int
     seed: int = 0
@@ -93,11 +101,17 @@ class RunConfig:
     sample_tokens: int = 48
     prompts: tuple[str, ...] = ()
     log_every: int = 10
+    log: tuple[str, ...] = ()
+    save_minutes: float = 0.0
+    min_tokens_per_second: float = 0.0
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole run. model: keys of config.json. init_from: checkpoint folder to start from instead of fresh weights."""
+    """A whole run. model: keys of config.json. quant: train for, and write, a quantised checkpoint. init_from:
+    checkpoint folder to start from instead of fresh weights. draft: train nothing but the draft stages, for the model
+    in `init_from`, whose tokenizer is used; [loss] has no part in it, and of a stage `length`, `bias_rate` (of the
+    drafts' routers) and `shares` have."""
 
     name: str
     data: DataConfig
@@ -107,6 +121,9 @@ class Recipe:
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     stages: tuple[Stage, ...] = (Stage(),)
+    quant: QuantConfig | None = None
+    draft: DraftConfig | None = None
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     init_from: str | None = None
 
     def stage_at(self, step: int) -> Stage:
@@ -168,9 +185,11 @@ def _check_known(parts: list[str], entry: str) -> None:
         cls = hints[part]
         if typing.get_origin(cls) is dict:
             return
-        if typing.get_origin(cls) is tuple and dataclasses.is_dataclass(typing.get_args(cls)[0]):
-            cls = typing.get_args(cls)[0]
-            next(remaining, None)  # which entry of the list
+        section = next((t for t in typing.get_args(cls) if dataclasses.is_dataclass(t)), None)
+        if section is not None:  # of a list of them, or one that may be left out
+            if typing.get_origin(cls) is tuple:
+                next(remaining, None)  # which entry of the list
+            cls = section
 
 
 def _enter(place: Any, part: str, entry: str) -> Any:
@@ -196,18 +215,28 @@ def _resolved(recipe: Recipe, base: Path) -> Recipe:
         tokenizer = dataclasses.replace(tokenizer, path=absolute(tokenizer.path))
     data = dataclasses.replace(recipe.data, sources=sources)
     start = None if recipe.init_from is None else absolute(recipe.init_from)
+    if recipe.draft and start and not tokenizer.vocab_size and not tokenizer.path:
+        found = Path(start) / "tokenizer.json"
+        tokenizer = dataclasses.replace(tokenizer, path=start if found.is_file() else None)
     return dataclasses.replace(recipe, data=data, tokenizer=tokenizer, init_from=start)
 
 
 def _checked(recipe: Recipe) -> Recipe:
     """`recipe` if its parts fit together, else ConfigError."""
     family(recipe.model)
+    if recipe.model.get("quantization_config"):
+        raise ConfigError("[model] has a quantization_config, but weights are trained plain; use the section [quant]")
     if recipe.run.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"run.dtype {recipe.run.dtype!r}; train in 'float32' or 'bfloat16'")
     if recipe.run.steps < 1:
         raise ConfigError(f"run.steps {recipe.run.steps} must be at least 1")
+    for name in recipe.run.log:
+        if name not in LOGS:
+            raise ConfigError(f"run.log {name!r}{nearest(name, LOGS)}; known: {', '.join(LOGS)}")
     if recipe.tokenizer.path and recipe.tokenizer.vocab_size:
         raise ConfigError("tokenizer.path and tokenizer.vocab_size are both set; give one of them")
+    if recipe.draft is not None:
+        _check_draft(recipe)
     names = [s.name for s in recipe.data.sources]
     if len(set(names)) < len(names):
         raise ConfigError(f"data.sources: two sources have the same name ({', '.join(names)})")
@@ -219,3 +248,21 @@ def _checked(recipe: Recipe) -> Recipe:
         if name not in names or not share.replace(".", "", 1).isdigit():
             raise ConfigError(f"stages.shares entry {entry!r}{nearest(name, names)}; write 'source=number'")
     return recipe
+
+
+def _check_draft(recipe: Recipe) -> None:
+    """ConfigError unless the recipe's other parts fit its [draft]."""
+    text = recipe.model.get("text_config", {})
+    if not (text.get("num_nextn_predict_layers") and text.get("dspark_block_size")):
+        raise ConfigError(
+            "[draft] trains draft stages, and [model] has none; a deepseek_v41 has num_nextn_predict_layers of them, "
+            "described by the keys dspark_..."
+        )
+    if recipe.init_from is None:
+        raise ConfigError("[draft] needs init_from: the checkpoint folder of the model that drafts are trained for")
+    if recipe.tokenizer.vocab_size:
+        raise ConfigError("tokenizer.vocab_size trains a new tokenizer, but with [draft] that of init_from is used")
+    if not all(s.select for s in recipe.stages):
+        raise ConfigError("stages.select = false has no use with [draft]: drafts are made for the model as it serves")
+    if recipe.quant is not None and recipe.quant.start > 0:
+        raise ConfigError(f"quant.start is {recipe.quant.start}; with [draft] the model is quantised from the start: 0")
