@@ -142,6 +142,9 @@ def test_text_is_printed_as_it_comes(llm, monkeypatch):
     events: list[str] = []
 
     class Out:
+        def isatty(self) -> bool:
+            return False
+
         def write(self, text: str) -> None:
             events.append(text)
 

@@ -34,8 +34,8 @@ STDIN = "-"
 class ModelFlags:
     """Which model to load, and how. The defaults follow the checkpoint."""
 
-    model: str
-    """Folder of the checkpoint (config.json and safetensors), or a hub id."""
+    model: str = ""
+    """Folder of the checkpoint (config.json and safetensors), or a hub id. Default: the model of finback-mini."""
     device: str = "cpu"
     """Where the model runs: cpu, cuda, cuda:1, ..."""
     dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
@@ -47,11 +47,11 @@ class ModelFlags:
 
     def load(self, **options: Any) -> LLM:
         """Load the model with these flags and `options`, with a bar on stderr if a person is watching."""
-        with _progress_bar(f"loading {self.model}") as progress:
+        with _progress_bar(f"loading {self.model or 'finback-mini'}") as progress:
             from finback.engine.llm import LLM
 
             return LLM(
-                self.model,
+                self.model or None,
                 device=self.device,
                 dtype=None if self.dtype == "auto" else self.dtype,
                 rounding=None if self.rounding == "auto" else self.rounding,
@@ -91,6 +91,11 @@ class Generate(ModelFlags):
         if prompt and self.prompt != STDIN:
             raise RequestError("both a prompt and --token-ids were given; give one of them")
         text = "" if prompt else _text(self.prompt)
+        if not prompt and not text:
+            raise RequestError(
+                "the prompt is empty: give a text, or --token-ids with the id of the beginning-of-sequence token to "
+                "continue nothing at all"
+            )
         llm = self.load(prefill=self.prefill, draft=None if self.draft == "none" else self.draft)
         from finback.engine.request import SamplingParams
 
@@ -134,7 +139,9 @@ class Score(ModelFlags):
         llm = self.load(draft=None)
         if not ids:
             if llm.tokenizer is None:
-                raise RequestError(f"{self.model} has no tokenizer, so it cannot score text; give --token-ids 1,2,3")
+                raise RequestError(
+                    f"{self.model or 'finback-mini'} has no tokenizer, so it cannot score text; give --token-ids 1,2,3"
+                )
             ids = llm.encode(text)
         logprobs = _logprobs(llm.score(ids, splits=splits), ids)
         perplexity = math.exp(min(-sum(logprobs) / len(logprobs), 700.0)) if logprobs else None
@@ -246,7 +253,7 @@ class Serve(ModelFlags):
             log_prompts=self.log_prompts,
             version=__version__,
         )
-        name = self.served_model_name or os.path.basename(self.model.rstrip("/")) or self.model
+        name = self.served_model_name or os.path.basename(self.model.rstrip("/")) or self.model or "finback-mini"
         set_up_logs(self.log_level)
         serve(
             LocalBackend(llm, name),
@@ -320,9 +327,98 @@ class Train:
 
             print(estimate(recipe).text())
             return
+        from finback.base.runtime import rank
         from finback.train.trainer import Trainer
 
-        print(Trainer(recipe, self.out or f"runs/{recipe.name}").run())
+        folder = Trainer(recipe, self.out or f"runs/{recipe.name}").run()
+        if rank() == 0:  # of the processes that torchrun may have started
+            print(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantise:
+    """Write a checkpoint in its family's quantised layout: FP8 matrices, FP4 experts for DeepSeek-V4.1."""
+
+    source: Annotated[Positional[str], arg(metavar="SOURCE")]
+    """Folder of the checkpoint to read, or a hub id."""
+    target: Annotated[Positional[str], arg(metavar="TARGET")]
+    """Folder to write."""
+    expert: Literal["auto", "fp4", "fp8"] = "auto"
+    """Type of routed experts. auto: as the family was released."""
+    table: Literal["fp8", "bf16"] = "fp8"
+    """Type of Engram tables."""
+    shard_mib: int = 4096
+    """Largest file, in MiB. A tensor that is larger gets a file of its own."""
+
+    def run(self) -> None:
+        if self.shard_mib < 1:
+            raise ConfigError(f"--shard-mib {self.shard_mib} must be at least 1")
+        with _progress_bar(f"quantising {self.source}") as progress:
+            from finback.io.quantise import QuantLayout, quantise_checkpoint
+
+            layout = QuantLayout(None if self.expert == "auto" else self.expert, self.table)
+            quantise_checkpoint(self.source, self.target, layout, shard_bytes=self.shard_mib << 20, progress=progress)
+        print(self.target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(ModelFlags):
+    """Measure a model: "mini" asks what its training on finback's own data should have taught; any other names are
+    tasks of lm-evaluation-harness (the extra `eval`)."""
+
+    tasks: Annotated[Positional[tuple[str, ...]], arg(metavar="mini|TASK...")]
+    """"mini", or the names of tasks."""
+    out: str = ""
+    """Also write the results to this file, as JSON."""
+    count: int = 200
+    """mini: samples of each kind."""
+    seed: int = 0
+    """mini: of the samples."""
+    held_out: Annotated[list[str], arg(metavar="NAME=PATH"), UseAppendAction] = field(default_factory=list)
+    """mini: JSON lines, texts or chats, to take nats per token of. May be repeated."""
+    held_out_share: float = 1.0
+    """mini: the share of those documents that training held out, the recipe's data.held_out. 1 takes all of them."""
+    limit: int | None = None
+    """Tasks: examples of each."""
+    num_fewshot: int | None = None
+    """Tasks: solved examples in front of each question; the task's own number if left out."""
+
+    def run(self) -> None:
+        from pathlib import Path
+
+        target = Path(self.out).expanduser()
+        if self.out and not target.parent.is_dir():
+            raise ConfigError(f"--out {self.out}: there is no folder {target.parent}")
+        report = self._mini() if "mini" in self.tasks else self._tasks()
+        if self.out:
+            target.write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
+
+    def _mini(self) -> dict[str, Any]:
+        if self.tasks != ("mini",):
+            raise ConfigError("mini stands alone; run the tasks of the harness with a command of their own")
+        pairs = [tuple(entry.split("=", 1)) for entry in self.held_out]
+        if bad := next((entry for entry in self.held_out if "=" not in entry), None):
+            raise ConfigError(f"--held-out {bad!r} is not of the form NAME=PATH")
+        from finback.tools.evaluate import Settings, evaluate
+
+        files: Any = tuple(pairs)
+        settings = Settings(count=self.count, seed=self.seed, files=files, share=self.held_out_share)
+        return evaluate(self.load, settings, say=lambda lines: print(lines, flush=True))
+
+    def _tasks(self) -> dict[str, Any]:
+        if not self.tasks:
+            raise ConfigError("nothing to measure was named; use mini, or tasks of lm-evaluation-harness")
+        try:
+            from finback.integrations.lm_eval import evaluate
+        except ImportError:
+            raise ConfigError(
+                "tasks need lm-evaluation-harness: pip install 'finback[eval]' (mini works without it)"
+            ) from None
+        report = evaluate(self.load(), self.tasks, limit=self.limit, num_fewshot=self.num_fewshot)
+        for task, metrics in report.items():
+            shown = "  ".join(f"{k.split(',')[0]}: {v:.4f}" for k, v in metrics.items() if isinstance(v, float))
+            print(f"{task:28} {shown}")
+        return report
 
 
 Verb = (
@@ -333,6 +429,8 @@ Verb = (
     | Annotated[Inspect, subcommand("inspect")]
     | Annotated[Fixtures, subcommand("fixtures")]
     | Annotated[Train, subcommand("train")]
+    | Annotated[Quantise, subcommand("quantise")]
+    | Annotated[Eval, subcommand("eval")]
 )
 
 
@@ -403,10 +501,12 @@ def _progress_bar(title: str) -> Generator[Callable[[int, int], None] | None]:
 
 def _stream(llm: LLM, prompt: Any, sampling: Any) -> None:
     """Print each piece of the continuation as it comes: text, or comma-separated ids where there is no tokenizer."""
-    comma = ""
+    from finback.tools.terminal import visible
+
+    comma, watched = "", sys.stdout.isatty()
     try:
         for delta in llm.stream(prompt, sampling):
-            piece = delta.text
+            piece = visible(delta.text) if watched else delta.text
             if llm.tokenizer is None:
                 piece = "".join(f"{comma if i == 0 else ','}{token}" for i, token in enumerate(delta.token_ids))
                 comma = "," if piece else comma

@@ -1,4 +1,7 @@
-"""The model that stands in when none is named. Would catch: a stack trace, or a download, where the package is absent."""
+"""The model that stands in when none is named.
+
+Would catch: a stack trace, or a download, where the package is absent.
+"""
 
 from __future__ import annotations
 

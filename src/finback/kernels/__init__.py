@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from types import ModuleType
@@ -48,7 +48,7 @@ def check_backend(name: str) -> str:
 
 
 @contextlib.contextmanager
-def backend(name: str) -> Iterator[None]:
+def backend(name: str) -> Generator[None]:
     """Run the block's kernels on backend `name` ("auto" or "torch"). Raises KernelUnavailable for other names."""
     token = _backend.set(check_backend(name))
     try:
@@ -58,7 +58,7 @@ def backend(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deterministic(on: bool = True) -> Iterator[None]:
+def deterministic(on: bool = True) -> Generator[None]:
     """Let no token's result depend on its neighbours inside the block, not even in the last bit (`on` False: as usual).
 
     Products run in padded blocks of fixed shape. The cost on a CPU, measured at dim 1024: packed bfloat16 weights make
