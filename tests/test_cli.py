@@ -353,7 +353,7 @@ def test_top_level_help_names_every_verb(args, capsys):
     assert all(verb in text for verb in ("generate", "chat", "serve", "score", "inspect", "fixtures", "train"))
 
 
-@pytest.mark.parametrize("args", [["generate", "hi"], ["generate", "--model", "m", "--dtype", "int3", "hi"], ["nope"]])
+@pytest.mark.parametrize("args", [["inspect"], ["generate", "--model", "m", "--dtype", "int3", "hi"], ["nope"]])
 def test_wrong_usage_exits_with_2(args, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(args)

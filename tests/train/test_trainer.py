@@ -317,3 +317,17 @@ def test_bfloat16_run_keeps_float32_masters_in_its_checkpoints(recipe: Path, tmp
     for one, two in zip(trainer.optimiser.parts, again.optimiser.parts, strict=True):
         assert torch.equal(one.master, two.master), one.name
     assert stored.config["dtype"] == "bfloat16" and stored.tensors["embed.weight"].dtype == "F32"
+
+
+def test_a_start_that_does_not_exist_is_named(tmp_path: Path, recipe: Path):
+    """A draft recipe before its backbone was trained complained about a tokenizer."""
+    with pytest.raises(ConfigError, match=r"there is no checkpoint at .*nowhere"):
+        Trainer(read_recipe(recipe, ["init_from=nowhere"]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_another_model_is_left_alone(tmp_path: Path, recipe: Path):
+    """Going on in it ended in a list of all tensors whose shape differs."""
+    Trainer(read_recipe(recipe), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"holds a run of another"):
+        Trainer(read_recipe(recipe, ["model.text_config.hc_sinkhorn_iters=7"]), tmp_path / "run")

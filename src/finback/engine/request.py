@@ -87,7 +87,7 @@ class SamplingParams:
         ok = _is_number(self.temperature) and 0.0 <= self.temperature < float("inf")
         check(ok, "temperature", "a finite number >= 0")
         check(_is_number(self.top_p) and 0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
-        check(_is_int(self.top_k) and self.top_k >= -1, "top_k", "an integer >= 0 (0 or -1: no limit)")
+        check(_is_int(self.top_k) and self.top_k >= -1, "top_k", "an integer >= -1 (0 or -1: no limit)")
         check(_is_number(self.min_p) and 0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]")
         ok = _is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 100
         check(ok, "repetition_penalty", "in [0.01, 100] (1: none)")

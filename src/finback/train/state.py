@@ -12,22 +12,26 @@ their place and renamed, so one that exists is whole; older ones are removed onl
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from finback.base.runtime import CheckpointError
+from finback.base.runtime import CheckpointError, ConfigError
 from finback.io.checkpoint import Checkpoint, load_weight
 from finback.io.checkpoint_write import save_checkpoint
 from finback.io.completeness import verify
 from finback.models.base import Model, TensorSpec
 from finback.train.optim import Optimiser
+
+if TYPE_CHECKING:
+    from finback.train.recipe import Recipe
 
 STATE_FILE = "training.pt"
 SHARDS_FILE = ".metadata"  # of a checkpoint that several processes wrote, see shards.py
@@ -78,6 +82,23 @@ def load_weights(model: Model, folder: Path, optimiser: Optimiser, *, fresh: str
         part.publish()
     if optimiser.average is not None:
         torch._foreach_copy_(optimiser.average, [part.master for part in optimiser.parts])
+
+
+def check_start(recipe: Recipe, folder: Path) -> None:
+    """ConfigError if a run has no checkpoint to start from where it names one, or would go on in the folder of a run of
+    another model."""
+    start = recipe.init_from
+    if start is not None and not (Path(start) / "config.json").is_file():
+        raise ConfigError(
+            f"init_from: there is no checkpoint at {start}; train that run first, or name another with "
+            "--set init_from=FOLDER"
+        )
+    try:
+        before = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none, or one that a crash cut short and that is written anew
+        return
+    if before.get("model") != json.loads(json.dumps(recipe.model)):
+        raise ConfigError(f"{folder} holds a run of another [model]; choose another folder with --out, or remove it")
 
 
 @dataclass

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finback.base.runtime import ConfigError, NonFiniteError, logger, seed_everything
+from finback.base.runtime import ConfigError, NonFiniteError, seed_everything
 from finback.io.chat import ImageSizes
 from finback.io.checkpoint import Checkpoint
 from finback.io.text import compression_map
@@ -47,7 +47,15 @@ from finback.train.sampling import continue_ids, evaluating
 from finback.train.saving import Saver
 from finback.train.shards import load_shards
 from finback.train.sources import Corpus, cached
-from finback.train.state import SHARDS_FILE, Checkpoints, load_weights, read_state, save_weights, weight_tensors
+from finback.train.state import (
+    SHARDS_FILE,
+    Checkpoints,
+    check_start,
+    load_weights,
+    read_state,
+    save_weights,
+    weight_tensors,
+)
 from finback.train.vocabulary import build_config, prepare_vocabulary
 from finback.train.writers import check_writers
 
@@ -57,6 +65,7 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, folder: str | Path):
         self.recipe, self.folder = recipe, Path(folder).expanduser()
+        check_start(recipe, self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         run = recipe.run
         check_writers(recipe)
@@ -149,7 +158,6 @@ class Trainer:
             torch.set_rng_state(state["random"])
             if state.get("cuda_random") is not None and torch.cuda.is_available():
                 torch.cuda.set_rng_state(state["cuda_random"])
-            logger.info("resuming from %s", last)
         if self.world.size > 1:
             from finback.train.dividing import distribute
 
@@ -190,6 +198,9 @@ class Trainer:
         last_save = time.monotonic()
         make_journal = Journal if self.world.first else Mute
         with self._stopping(), make_journal(self.recipe, self.folder, self.step) as journal:
+            if self.step:
+                end = "and is done" if self.step >= run.steps else f"of {run.steps}; going on from there"
+                journal.note(f"{self.folder} is at step {self.step} {end}")
             while self.step < run.steps:
                 length = self.recipe.stage_at(self.step).length or self.recipe.data.length
                 m = self.advance()
