@@ -10,14 +10,13 @@ message of the user. Source: the encoder published with the released checkpoint,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from finback.base.runtime import ConfigError, RequestError
+from finback.io.chat_deepseek import DeepseekChat
 from finback.io.chat_dsml import Dsml, compact, joined, marked
-from finback.io.chat_grammar import answer_grammar
-from finback.io.chat_parser import DsmlParser
-from finback.io.conversation import ChatOptions, ChatParser, Control, Image, Message, Piece, Tool
+from finback.io.conversation import ChatOptions, Control, Image, Message, Piece, Tool
 from finback.io.text import Tokenizer
 
 DSML = Dsml(calls="function_calls", blank="")
@@ -72,11 +71,12 @@ _TOOLS_TAIL = "\n</functions>\n"
 _SCHEMA = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
 
 
-class DeepseekV32Chat:
+class DeepseekV32Chat(DeepseekChat):
     """`ChatFormat` of DeepSeek-V3.2 for one vocabulary. Raises ConfigError where it lacks a control token."""
 
+    dsml = DSML
+
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
         found = {role: tokenizer.token_to_id(name) for role, name in TOKENS.items()}
         missing = [TOKENS[role] for role, i in found.items() if i not in tokenizer.added_ids]
         if missing:
@@ -84,7 +84,7 @@ class DeepseekV32Chat:
                 f"the tokenizer has no {', '.join(missing)}, so it cannot write a DeepSeek-V3.2 chat. Use the "
                 "checkpoint's own tokenizer files (with a chat_template, if it has one), or the completions endpoint"
             )
-        self._ids = {role: i for role, i in found.items() if i is not None}
+        super().__init__(tokenizer, {role: i for role, i in found.items() if i is not None})
 
     def token_id(self, role: str) -> int:
         """The id of a control token. Raises RequestError for a role that this format does not have."""
@@ -94,36 +94,10 @@ class DeepseekV32Chat:
 
     def pieces(self, messages: Sequence[Message], tools: Sequence[Tool], options: ChatOptions) -> Iterator[Piece]:
         """The prompt. Raises RequestError: images, reminders, results that follow no call, a prefix before the end."""
-        if any(m.prefix for m in messages[:-1]):
-            raise RequestError("only the last message can be a prefix that the model goes on with")
+        self.check_prefixes(messages)
         if any(isinstance(part, Image) for m in messages for part in m.parts):
             raise RequestError("a DeepSeek-V3.2 chat holds no images; send text only")
-        return _Prompt(messages, tools if options.tool_choice != "none" else (), options).pieces()
-
-    def parser(self, messages: Sequence[Message], tools: Sequence[Tool], options: ChatOptions) -> ChatParser:
-        """A parser for the answer. Without tools, or with tool_choice "none", call markup is content."""
-        continued = bool(messages) and messages[-1].prefix
-        takes_calls = bool(tools) and options.tool_choice != "none"
-        return DsmlParser(
-            self._tokenizer,
-            self._ids,
-            reasoning=options.thinking and not continued,
-            fresh=not continued,
-            calls=takes_calls,
-            in_calls=takes_calls and options.tool_choice == "required",
-        )
-
-    def grammar(self, tools: Sequence[Tool], options: ChatOptions, schema: Mapping[str, Any] | None) -> str:
-        """See `ChatFormat.grammar`."""
-        return answer_grammar(
-            DSML,
-            end_think_id=self._ids["end_think"],
-            dsml_id=self._ids["dsml"],
-            thinking=options.thinking,
-            schema=schema,
-            tools=tools if options.tool_choice != "none" else (),
-            required=options.tool_choice == "required",
-        )
+        return _Prompt(messages, self.callable_tools(tools, options), options).pieces()
 
 
 class _Prompt:

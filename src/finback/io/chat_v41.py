@@ -15,10 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from finback.base.runtime import ConfigError, RequestError
+from finback.io.chat_deepseek import DeepseekChat
 from finback.io.chat_dsml import Dsml, compact, joined, marked
-from finback.io.chat_grammar import answer_grammar
-from finback.io.chat_parser import DsmlParser
-from finback.io.conversation import ChatOptions, ChatParser, Control, Message, Piece, Tool
+from finback.io.conversation import ChatOptions, Control, Message, Piece, Tool
 from finback.io.text import Tokenizer
 
 DEFAULT_EFFORT = 75
@@ -38,7 +37,6 @@ TOKENS: dict[str, tuple[tuple[str, ...], int]] = {
     "image": (("<｜deepseek_image｜>", "<｜image2｜>"), 129264),
 }
 _RELEASED_VOCABULARY = 129280
-_MARKUP = ("think", "end_think", "dsml")  # what the model itself writes
 
 # The words the model was trained with; every byte of them matters. {dsml}, {think}, {end} are control tokens.
 _EFFORT = "Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
@@ -74,15 +72,16 @@ _TOOLS_TAIL = "\n\nYou MUST strictly follow the above defined tool name and para
 _SCHEMA = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
 
 
-class DeepseekV41Chat:
+class DeepseekV41Chat(DeepseekChat):
     """`ChatFormat` of DeepSeek-V4.1 for one vocabulary.
 
     image_token_id: the config's; None takes the vocabulary's own image token, if it has one. Raises ConfigError where
     the vocabulary lacks a control token.
     """
 
+    dsml = DSML
+
     def __init__(self, tokenizer: Tokenizer, *, image_token_id: int | None = None):
-        self._tokenizer = tokenizer
         found = {role: _find(tokenizer, names, released) for role, (names, released) in TOKENS.items()}
         found["bos"] = tokenizer.bos_id if tokenizer.bos_id is not None else found["bos"]
         found["eos"] = tokenizer.eos_ids[0] if tokenizer.eos_ids else found["eos"]
@@ -93,7 +92,7 @@ class DeepseekV41Chat:
                 f"the tokenizer has no {', '.join(missing)}, so it cannot write a DeepSeek-V4.1 chat. Use the "
                 "checkpoint's own tokenizer.json, or the completions endpoint, which needs no chat format"
             )
-        self._ids = {role: i for role, i in found.items() if i is not None}
+        super().__init__(tokenizer, {role: i for role, i in found.items() if i is not None})
 
     def token_id(self, role: str) -> int:
         """The id of a control token. Raises RequestError for one that this vocabulary does not have."""
@@ -103,34 +102,8 @@ class DeepseekV41Chat:
 
     def pieces(self, messages: Sequence[Message], tools: Sequence[Tool], options: ChatOptions) -> Iterator[Piece]:
         """The prompt. Raises RequestError where a message with `prefix` is not the last one."""
-        if any(m.prefix for m in messages[:-1]):
-            raise RequestError("only the last message can be a prefix that the model goes on with")
-        return _Prompt(messages, tools if options.tool_choice != "none" else (), options).pieces()
-
-    def parser(self, messages: Sequence[Message], tools: Sequence[Tool], options: ChatOptions) -> ChatParser:
-        """A parser for the answer. Without tools, or with tool_choice "none", call markup is content."""
-        continued = bool(messages) and messages[-1].prefix
-        takes_calls = bool(tools) and options.tool_choice != "none"
-        return DsmlParser(
-            self._tokenizer,
-            {role: self._ids[role] for role in _MARKUP},
-            reasoning=options.thinking and not continued,
-            fresh=not continued,
-            calls=takes_calls,
-            in_calls=takes_calls and options.tool_choice == "required",
-        )
-
-    def grammar(self, tools: Sequence[Tool], options: ChatOptions, schema: Mapping[str, Any] | None) -> str:
-        """See `ChatFormat.grammar`."""
-        return answer_grammar(
-            DSML,
-            end_think_id=self._ids["end_think"],
-            dsml_id=self._ids["dsml"],
-            thinking=options.thinking,
-            schema=schema,
-            tools=tools if options.tool_choice != "none" else (),
-            required=options.tool_choice == "required",
-        )
+        self.check_prefixes(messages)
+        return _Prompt(messages, self.callable_tools(tools, options), options).pieces()
 
 
 _OPTIONAL = ("latest_reminder", "image")
