@@ -329,7 +329,7 @@ def test_the_log_holds_no_prompt(kit: Any, caplog: pytest.LogCaptureFixture):
         assert ("my secret" in caplog.text) == asked
 
 
-def test_metrics(http: httpx.Client, backend: Any):
+def test_metrics(http: httpx.Client, backend: Any, kit: Any):
     """Names that dashboards made for vLLM find after a change of prefix."""
     backend.stats.generated_tokens, backend.stats.running = 41, 2
     backend.stats.finished["stop"] = 3
@@ -342,7 +342,11 @@ def test_metrics(http: httpx.Client, backend: Any):
     ):
         assert line in page
     count = 'finback:time_to_first_token_seconds_count{model_name="fake"} '
-    assert float(page.split(count)[1].split()[0]) >= 1
+
+    def counted() -> bool:  # a request is accounted for just after its last byte was sent
+        return float(http.get("/metrics").text.split(count)[1].split()[0]) >= 1
+
+    assert kit.wait(counted)
 
 
 def test_the_document_describes_every_endpoint(http: httpx.Client):
