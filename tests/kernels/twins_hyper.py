@@ -1,18 +1,11 @@
-"""Run by test_triton.py in a process of its own, with TRITON_INTERPRET=1 (triton reads that when it is imported).
-
-Prints one JSON object: name of a case -> the largest error of each result and of each gradient, relative to the largest
-value of the torch twin in float64.
-"""
+"""Hyper-connections and SwiGLU: catches a transposed comb, columns and rows swapped in the Sinkhorn or its way back."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
+from compare import DEVICE, errors, report
 
 from finback.kernels.torch import moe, stream
 from finback.kernels.triton import gated, hyper
@@ -20,21 +13,9 @@ from finback.kernels.triton import gated, hyper
 COPIES = 4
 
 
-def errors(run: Callable[..., Any], twin: Callable[..., Any], arguments: list[Tensor]) -> list[float]:
-    narrow = [x.clone().requires_grad_() for x in arguments]
-    wide = [x.double().clone().requires_grad_() for x in arguments]
-    found, expected = run(*narrow), twin(*wide)
-    if isinstance(found, Tensor):
-        found, expected = (found,), (expected,)
-    weights = [torch.randn_like(x) for x in expected]
-    for results in (found, expected):
-        torch.stack([(x.double() * w).sum() for x, w in zip(results, weights, strict=True)]).sum().backward()
-    pairs = [*zip(found, expected, strict=True), *((a.grad, b.grad) for a, b in zip(narrow, wide, strict=True))]
-    return [float((a.detach().double() - b.detach()).abs().max() / b.detach().abs().max()) for a, b in pairs]
-
-
 def main() -> None:
     torch.manual_seed(0)
+    torch.set_default_device(DEVICE)
     found = {}
     for iterations in (1, 20):
         run, twin = (partial(f, iterations=iterations, eps=1e-6) for f in (hyper.sinkhorn, stream.sinkhorn))
@@ -55,7 +36,7 @@ def main() -> None:
             found[f"swiglu {limit} {name}"] = errors(run, twin, [gate_up, weights])
         run, twin = (partial(f, weights=None, limit=1.5) for f in (gated.weighed_swiglu, moe.weighed_swiglu))
         found[f"swiglu alone {name}"] = errors(run, twin, [gate_up])
-    print(json.dumps(found))
+    report(found)
 
 
 if __name__ == "__main__":
